@@ -1,0 +1,796 @@
+"""What every script needs and no script teaches.
+
+  1  Settings       flags, defaults, device and precision
+  2  Tasks          the GLUE table, from files or from the hub
+  3  Toy task       generated film reviews, for runs without network
+  4  Batches        tokenising, length-bucketed batches, padding
+  5  Models         backbone, MHA exit, linear exit
+  6  Losses         supervised contrastive loss, distillation loss
+  7  Gradients      per-loss gradients, their angle, their weighted sum
+  8  Optimisation   AdamW, warm-up and decay, one update
+  9  Evaluation     predictions, GLUE scores
+ 10  Records        one JSON file per run, tables, figures
+
+Letters: N batch size, K classes, L tokens, d backbone width, d_e exit width.
+"""
+
+import argparse
+import hashlib
+import itertools
+import json
+import math
+import os
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import datasets
+import huggingface_hub
+import numpy as np
+import torch
+import torch.nn.functional as F
+import transformers
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from torch import nn
+from torch.nn.utils.rnn import pad_sequence
+
+# ---------------------------------------------------------------- 1 Settings
+
+GLUE_DEFAULTS = {"model": "bert-base-uncased", "seeds": [0, 1, 2, 3, 4], "epochs": 15, "lr": 2e-5}   # the paper's, §5.3
+TOY_DEFAULTS = {"model": "tiny", "seeds": [0, 1], "epochs": 5, "lr": 1e-3}
+
+
+class InputError(ValueError):
+    """A mistake the user can mend. `run` prints it as one sentence and exits with code 2."""
+
+
+def run(main):
+    """Calls `main`; an InputError becomes one line on stderr and exit code 2, Ctrl-C exit code 130."""
+    try:
+        main()
+    except InputError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("interrupted: finished runs keep their records", file=sys.stderr)
+        sys.exit(130)
+
+
+def number(kind, low=-math.inf, high=math.inf, above=-math.inf):
+    """An argparse type: a number of `kind` with low ≤ number ≤ high and number > above."""
+    limits = [f"≥ {low}"] * (low > -math.inf) + [f"≤ {high}"] * (high < math.inf) + [f"> {above}"] * (above > -math.inf)
+
+    def parse(text):
+        try:
+            value = kind(text)
+        except ValueError:
+            value = math.nan
+        if not (low <= value <= high and value > above and math.isfinite(value)):
+            raise argparse.ArgumentTypeError(f"found {text!r}, expected {kind.__name__} {' and '.join(limits)}")
+        return value
+
+    return parse
+
+
+def shared_flags(description):
+    """The flags that all scripts have. A script adds its own, then calls `parse`."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--task", default="toy", choices=["toy", *TASKS], help="toy (default) or a GLUE task")
+    add("--data_dir", help="folder of the official GLUE download; without it GLUE comes from the hub")
+    add("--model", help="tiny (toy's default), a hub name (GLUE's default: bert-base-uncased) or a directory")
+    add("--max_length", type=number(int, 8), default=128, help="tokens per example, pairs included (default 128)")
+    add("--limit", type=number(int, 1), help="train on the first n examples only")
+    add("--seeds", type=number(int, 0), nargs="+", help="one run per seed (toy: 0 1, GLUE: 0 1 2 3 4)")
+    add("--epochs", type=number(int, 1), help="passes over the training data (toy 5, GLUE 15)")
+    add("--lr", type=number(float, above=0), help="peak learning rate (toy 1e-3, GLUE 2e-5)")
+    add("--batch_size", type=number(int, 1), help="examples per update (default: max(8, round(training examples / 200)))")
+    add("--lam", type=number(float, 0, 1), default=0.02, help="λ, weight of the contrastive term (default 0.02)")
+    add("--tau", type=number(float, above=0), default=0.5, help="τ, temperature of the contrastive term (default 0.5)")
+    add("--device", help="cuda, mps or cpu (default: the first of these that is there)")
+    add("--precision", choices=["auto", "fp32", "bf16"], default="auto",
+        help="auto: bf16 autocast where the device computes in it natively, else fp32")
+    add("--out", default="runs", help="folder for records and figures (default runs)")
+    return parser
+
+
+def parse(parser):
+    """Parses the command line, fills in what depends on the task, resolves device and precision."""
+    args = parser.parse_args()
+    for name, value in (TOY_DEFAULTS if args.task == "toy" else GLUE_DEFAULTS).items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    if len(set(args.seeds)) < len(args.seeds):
+        parser.error(f"argument --seeds: found {args.seeds}, expected distinct seeds")
+    if args.model == "tiny" and args.task != "toy":
+        parser.error(f"argument --model: tiny only knows the words of --task toy, found --task {args.task}")
+    fallback = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    try:
+        args.device = torch.device(args.device or fallback)
+        torch.empty(1, device=args.device)
+    except (RuntimeError, AssertionError) as error:
+        parser.error(f"argument --device: {args.device} can't be used here: {str(error).splitlines()[0]}")
+    if args.precision == "auto":
+        args.precision = "bf16" if has_native_bf16(args.device) else "fp32"
+    return args
+
+
+def has_native_bf16(device):
+    """True where bf16 is a gain, not an emulation: CUDA from Ampere on, CPUs with AVX512-BF16 or AMX."""
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    if device.type == "cpu":
+        capabilities = torch.cpu.get_capabilities()
+        return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
+    return False
+
+
+# ------------------------------------------------------------------- 2 Tasks
+
+class Example(NamedTuple):
+    sentence1: str
+    sentence2: str | None       # None: a task about single sentences
+    label: int                  # 0 … K−1
+
+
+class Task(NamedTuple):
+    folder: str                 # in the official GLUE download
+    columns: tuple              # text columns in the files
+    label: str                  # label column in the files
+    hub_columns: tuple          # text columns on the hub, where the label column is "label"
+    label_names: tuple          # in the order of the ids, the same from files and from the hub
+    metric: str                 # what "score" is, see `glue_scores`
+    header: tuple = ()          # column names, for the one file that has no header line
+
+
+SENTENCES = ("sentence1", "sentence2")
+ENTAILMENT = ("entailment", "not_entailment")
+TASKS = {
+    "cola": Task("CoLA", ("sentence",), "label", ("sentence",), ("unacceptable", "acceptable"), "matthews",
+                 header=("source", "label", "mark", "sentence")),
+    "sst2": Task("SST-2", ("sentence",), "label", ("sentence",), ("negative", "positive"), "accuracy"),
+    "mrpc": Task("MRPC", ("#1 String", "#2 String"), "Quality", SENTENCES, ("not_equivalent", "equivalent"), "accuracy_f1"),
+    "qqp": Task("QQP", ("question1", "question2"), "is_duplicate", ("question1", "question2"),
+                ("not_duplicate", "duplicate"), "accuracy_f1"),
+    "mnli": Task("MNLI", SENTENCES, "gold_label", ("premise", "hypothesis"),
+                 ("entailment", "neutral", "contradiction"), "accuracy"),
+    "qnli": Task("QNLI", ("question", "sentence"), "label", ("question", "sentence"), ENTAILMENT, "accuracy"),
+    "rte": Task("RTE", SENTENCES, "label", SENTENCES, ENTAILMENT, "accuracy"),
+}
+
+
+class TaskData(NamedTuple):
+    train: list                 # of Example
+    dev: list
+    label_names: tuple
+    dev_mismatched: list = []   # MNLI's second dev set; empty for every other task
+
+    @property
+    def num_labels(self):
+        return len(self.label_names)
+
+
+def load_task(name, data_dir=None, limit=None):
+    """Loads a task as lists of examples: .train, .dev, .label_names, .num_labels, for MNLI also .dev_mismatched.
+
+    name      "toy" or a key of TASKS
+    data_dir  folder of the official GLUE download; None: the hub's "nyu-mll/glue". No effect on "toy".
+    limit     keep only the first n training examples
+    Raises InputError where a file or a line isn't what it should be, or the hub can't be reached.
+    """
+    if name == "toy":
+        train, dev = toy_examples()
+        return TaskData(train[:limit], dev, ("negative", "positive"))
+    task = TASKS[name]
+    dev, mismatched = ("dev_matched", "dev_mismatched") if name == "mnli" else ("dev", None)
+    if data_dir is not None:
+        folder = Path(data_dir) / task.folder
+        splits = [read_tsv(folder / f"{split}.tsv", task) for split in ("train", dev)]
+        if mismatched and (folder / f"{mismatched}.tsv").exists():
+            splits.append(read_tsv(folder / f"{mismatched}.tsv", task))
+    else:
+        glue = load_from_hub(f"--task {name}", lambda: datasets.load_dataset("nyu-mll/glue", name))
+        splits = [read_hub_split(glue[split.replace("dev", "validation")], task, f"nyu-mll/glue {name} {split}")
+                  for split in ("train", dev, mismatched) if split]
+    return TaskData(splits[0][:limit], splits[1], task.label_names, *splits[2:])
+
+
+def read_tsv(path, task):
+    """Reads one GLUE file as what it is: one example a line, fields parted by tabs, no quoting. → list of Example."""
+    try:
+        text = Path(path).read_bytes().decode("utf-8-sig")      # -sig: MRPC's files open with a byte-order mark
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror}; --data_dir expects the official GLUE download's layout, "
+                         f"here {task.folder}/{Path(path).name}") from None
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        raise InputError(f"{path} line {line}: found byte 0x{error.object[error.start]:02x}, expected UTF-8 text") from None
+    lines = text.removesuffix("\n").split("\n")                 # splitlines() would also cut at U+2028 and the like
+    header = task.header or lines.pop(0).removesuffix("\r").split("\t")
+    absent = [column for column in (*task.columns, task.label) if column not in header]
+    if absent:
+        hint = ": a split without labels can't be trained on or scored" if absent == [task.label] else ""
+        raise InputError(f"{path} line 1: found columns {', '.join(header)}, expected {', '.join(absent)} among them{hint}")
+    text_at, label_at = [header.index(column) for column in task.columns], header.index(task.label)
+    examples = []
+    for line_number, line in enumerate(lines, start=1 if task.header else 2):
+        fields = line.removesuffix("\r").split("\t")
+        if len(fields) != len(header):
+            raise InputError(f"{path} line {line_number}: found {len(fields)} tab-separated fields, expected {len(header)}")
+        texts = [fields[i] for i in text_at]
+        examples.append(make_example(texts, fields[label_at], task, f"{path} line {line_number}"))
+    if not examples:
+        raise InputError(f"{path}: found no examples, expected at least one line of data")
+    return examples
+
+
+def read_hub_split(split, task, where):
+    """Turns one split of a hub data set into a list of Example."""
+    columns = [list(split[column]) for column in task.hub_columns]      # list(): the lazy columns are slow item by item
+    return [make_example(texts, str(label), task, f"{where} example {i}")
+            for i, (*texts, label) in enumerate(zip(*columns, list(split["label"])))]
+
+
+def make_example(texts, label, task, where):
+    """Checks the label: a name of the task's fixed table, or its id in digits."""
+    if label == "-1":
+        raise InputError(f"{where}: found label -1, expected one of {', '.join(task.label_names)}: "
+                         "a split without labels can't be trained on or scored")
+    if label in task.label_names:
+        k = task.label_names.index(label)
+    elif label in map(str, range(len(task.label_names))):
+        k = int(label)
+    else:
+        raise InputError(f"{where}: found label {label!r}, expected one of {', '.join(task.label_names)} "
+                         f"or 0 … {len(task.label_names) - 1}")
+    return Example(texts[0], texts[1] if len(texts) == 2 else None, k)
+
+
+def load_from_hub(flag, load):
+    """Calls `load`, with one look beforehand whether the hub answers: its client retries for half a minute."""
+    ways_on = ("use --data_dir and a --model directory, or HF_HUB_OFFLINE=1 with a filled cache, or --task toy")
+    if not huggingface_hub.is_offline_mode():
+        try:
+            huggingface_hub.get_session().head(huggingface_hub.constants.ENDPOINT, timeout=10)
+        except Exception as error:      # whatever the HTTP library raises: there is no answer
+            raise InputError(f"{flag}: {huggingface_hub.constants.ENDPOINT} can't be reached "
+                             f"({type(error).__name__}); {ways_on}") from None
+    try:
+        return load()
+    except (OSError, ValueError) as error:
+        raise InputError(f"{flag}: {str(error).splitlines()[0]} ({ways_on})") from None
+
+
+# ---------------------------------------------------------------- 3 Toy task
+
+TOY_NOUNS = "film movie plot acting script cast ending music dialogue camera".split()
+TOY_GOOD = "great good fine brilliant charming moving funny clever fresh gripping warm superb".split()
+TOY_BAD = "bad dull awful boring clumsy weak silly tired stale flat cold poor".split()
+TOY_VERBS = "is was seems feels".split()
+TOY_ADVERBS = "very rather really quite truly".split()
+TOY_FRAMES = ["i think that", "i doubt that"]
+TOY_OTHER = "the this not never but although i think doubt that".split()
+TOY_WORDS = TOY_NOUNS + TOY_GOOD + TOY_BAD + TOY_VERBS + TOY_ADVERBS + TOY_OTHER
+
+
+def toy_examples(num_train=4000, num_dev=1000, noise=0.1):
+    """Generates the toy task: short film reviews whose harder tiers need several words taken together.
+
+    Tiers, a quarter each: a clause ("the plot was dull"); a negated clause; two clauses of which one decides
+    ("… but X", "X although …"); the same with "i doubt that" or "i think that" before a clause.
+    Train and dev share no sentence. A share `noise` of the train labels is flipped: real labels are noisy too,
+    and on clean ones the two gradients agree as soon as the task is learnt. Dev labels are clean.
+    """
+    rng = np.random.default_rng(2026)
+
+    def pick(words):
+        return words[rng.integers(len(words))]
+
+    def clause(negated, framed=False):
+        good = int(rng.integers(2))
+        words = [pick(["the", "this"]), pick(TOY_NOUNS), pick(TOY_VERBS)]
+        words += [pick(["not", "never"])] * negated + [pick(TOY_ADVERBS)] * int(rng.integers(2))
+        words.append(pick(TOY_GOOD if good else TOY_BAD))
+        frame = pick(TOY_FRAMES) if framed else ""
+        return f"{frame} {' '.join(words)}".strip(), good ^ negated ^ (frame == TOY_FRAMES[1])
+
+    def review(tier):
+        if tier < 2:
+            return clause(negated=tier == 1)
+        (deciding, label), (other, _) = (clause(negated=bool(rng.integers(2)), framed=tier == 3) for _ in range(2))
+        return (f"{other} but {deciding}" if rng.integers(2) else f"{deciding} although {other}"), label
+
+    reviews = {}                                                # a dict keeps each sentence once
+    for tier in itertools.cycle(range(4)):
+        sentence, label = review(tier)
+        reviews.setdefault(sentence, label)
+        if len(reviews) == num_train + num_dev:
+            break
+    examples = [Example(sentence, None, int(label)) for sentence, label in reviews.items()]
+    train = [example._replace(label=1 - example.label) if rng.random() < noise else example for example in examples[:num_train]]
+    return train, examples[num_train:]
+
+
+def toy_tokenizer():
+    """A word-level tokenizer of the toy's words, BERT-style: [CLS] first, [SEP] after each sentence."""
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
+    vocabulary = {word: i for i, word in enumerate(special + TOY_WORDS)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+        special_tokens=[(token, vocabulary[token]) for token in ("[CLS]", "[SEP]")])
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]", cls_token="[CLS]", sep_token="[SEP]",
+        model_max_length=128, padding_side="right")
+
+
+# ----------------------------------------------------------------- 4 Batches
+
+class Split(NamedTuple):
+    """One tokenised split of n examples."""
+    inputs: dict                # name → list of n tensors (tokens,), the names that the tokenizer returns
+    labels: torch.Tensor        # (n,)
+    lengths: np.ndarray         # (n,) tokens per example
+    padding: dict               # name → the value that fills up
+
+
+def encode(tokenizer, examples, max_length):
+    """Tokenises a list of Example once, pairs as pairs, the longer sentence cut first. → Split."""
+    first = [example.sentence1 for example in examples]
+    second = None if examples[0].sentence2 is None else [example.sentence2 for example in examples]
+    encoded = tokenizer(first, second, truncation=True, max_length=max_length)
+    inputs = {name: [torch.tensor(ids) for ids in column] for name, column in encoded.items()}
+    padding = {name: tokenizer.pad_token_id if name == "input_ids" else 0 for name in inputs}
+    labels = torch.tensor([example.label for example in examples])
+    return Split(inputs, labels, np.array([len(ids) for ids in inputs["input_ids"]]), padding)
+
+
+def make_batch(split, rows, device):
+    """Pads the examples `rows` on the right, to the longest of them. → dict of (N, L) tensors, labels (N,)."""
+    inputs = {name: pad_sequence([column[i] for i in rows], batch_first=True, padding_value=split.padding[name])
+              for name, column in split.inputs.items()}
+    return ({name: ids.to(device, non_blocking=True) for name, ids in inputs.items()},
+            split.labels[rows].to(device, non_blocking=True))
+
+
+def length_bucketed_batches(lengths, batch_size, generator):
+    """Random batches of examples of like length, so that little is padded.
+
+    Shuffle, sort by length within windows of 50 batches, cut into batches, shuffle the batches.
+    lengths (n,) tokens; generator a numpy Generator. → list of index arrays, all but one of `batch_size`.
+    """
+    lengths, order = np.asarray(lengths), generator.permutation(len(lengths))
+    batches = []
+    for start in range(0, len(order), 50 * batch_size):
+        window = order[start:start + 50 * batch_size]
+        window = window[np.argsort(lengths[window], kind="stable")]
+        batches += [window[i:i + batch_size] for i in range(0, len(window), batch_size)]
+    return [batches[i] for i in generator.permutation(len(batches))]
+
+
+def epoch_batches(split, batch_size, seed, epoch):
+    """The updates of one epoch: a list of batches, each a list of micro-batches of at most 32 row numbers.
+
+    The order depends on seed and epoch only, so that an epoch can be repeated without those before it.
+    """
+    batches = length_bucketed_batches(split.lengths, batch_size, np.random.default_rng([seed, epoch]))
+    return [np.array_split(batch, math.ceil(len(batch) / 32)) for batch in batches]
+
+
+# ------------------------------------------------------------------ 5 Models
+
+def load_backbone(name, num_layers=None):
+    """Loads tokenizer and encoder, in float32 and without a pooler. → (tokenizer, backbone)
+
+    name        "tiny" (6 random layers of width 64, drawn from torch's generator), a hub name, or a directory
+    num_layers  keep only the first n layers
+    Raises InputError where there is no such model or it is of another family than BERT and RoBERTa.
+    """
+    if name == "tiny":
+        tokenizer = toy_tokenizer()
+        config = transformers.BertConfig(
+            vocab_size=len(tokenizer), hidden_size=64, num_hidden_layers=num_layers or 6, num_attention_heads=4,
+            intermediate_size=256, max_position_embeddings=128)
+        return tokenizer, transformers.BertModel(config, add_pooling_layer=False)
+
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()        # weights that aren't used; missing ones are checked below
+
+    def load():
+        config = transformers.AutoConfig.from_pretrained(name)
+        if config.model_type not in ("bert", "roberta"):
+            raise ValueError(f"found a model of type {config.model_type}, expected bert or roberta")
+        config.num_hidden_layers = num_layers or config.num_hidden_layers
+        return transformers.AutoTokenizer.from_pretrained(name, padding_side="right"), transformers.AutoModel.from_pretrained(
+            name, config=config, dtype=torch.float32, add_pooling_layer=False, output_loading_info=True)
+
+    if Path(name).is_dir():
+        try:
+            tokenizer, (backbone, info) = load()
+        except (OSError, ValueError) as error:
+            raise InputError(f"--model {name}: {str(error).splitlines()[0]}") from None
+    else:
+        tokenizer, (backbone, info) = load_from_hub(f"--model {name}", load)
+    if info["missing_keys"]:
+        raise InputError(f"--model {name}: the checkpoint lacks {len(info['missing_keys'])} weights, "
+                         f"{sorted(info['missing_keys'])[0]} among them")
+    return tokenizer, backbone
+
+
+class MHAExit(nn.Module):
+    """The multi-head attention exit: a narrow self-attention over one layer's hidden states (paper §3.2).
+
+    Only [CLS]'s output is used, so only [CLS] is a query: O(L) instead of O(L²), and the same result.
+    """
+
+    def __init__(self, width, num_labels, exit_width=64, num_heads=4, dropout=0.1):
+        super().__init__()
+        self.num_heads = num_heads
+        self.down = nn.Linear(width, exit_width)
+        self.query, self.key, self.value, self.output = (nn.Linear(exit_width, exit_width) for _ in range(4))
+        self.dropout = nn.Dropout(dropout)
+        self.classifier = nn.Linear(exit_width, num_labels)
+        initialise(self)
+
+    @property
+    def label_embeddings(self):
+        """l (K, d_e): row k embeds class k. The classifier's weight; its bias is no part of it."""
+        return self.classifier.weight
+
+    def forward(self, hidden, mask):
+        """hidden (N, L, d), mask (N, L) nonzero at tokens → h (N, d_e), logits (N, K)."""
+        x = torch.tanh(self.down(hidden))                                           # (N, L, d_e)
+        q, k, v = (projection(part).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)     # (N, heads, 1 or L, d_e/heads)
+                   for projection, part in ((self.query, x[:, :1]), (self.key, x), (self.value, x)))
+        attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask.bool()[:, None, None])
+        h = torch.tanh(self.output(attended.transpose(1, 2).flatten(1)))            # (N, d_e)
+        return h, self.classifier(self.dropout(h))      # the contrastive losses see h before the dropout
+
+
+class LinearExit(nn.Module):
+    """The linear exit: h is [CLS]'s hidden state itself, so d_e = d."""
+
+    def __init__(self, width, num_labels, dropout=0.1):
+        super().__init__()
+        self.dropout = nn.Dropout(dropout)
+        self.classifier = nn.Linear(width, num_labels)
+        initialise(self)
+
+    @property
+    def label_embeddings(self):
+        """l (K, d): row k embeds class k. The classifier's weight; its bias is no part of it."""
+        return self.classifier.weight
+
+    def forward(self, hidden, mask):
+        """hidden (N, L, d), mask unused → h (N, d), logits (N, K)."""
+        h = hidden[:, 0]
+        return h, self.classifier(self.dropout(h))
+
+
+def initialise(exit_):
+    """Xavier-uniform weights, zero biases: BERT's N(0, 0.02) shrinks the signal through the exit's three layers."""
+    for module in exit_.modules():
+        if isinstance(module, nn.Linear):
+            nn.init.xavier_uniform_(module.weight)
+            nn.init.zeros_(module.bias)
+
+
+# ------------------------------------------------------------------ 6 Losses
+
+def at_least_float32(tensor):
+    """Half and bf16 become float32; float32 and float64 stay."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def supervised_contrastive_loss(h, y, temperature):
+    """Rows of one class attract each other, all others repel (Khosla et al. 2020, L_out; paper §4.1).
+
+    L = mean over anchors i with P(i) ≠ ∅ of  −1/|P(i)| Σ_{p∈P(i)} log( exp(z_i·z_p/τ) / Σ_{a≠i} exp(z_i·z_a/τ) )
+
+    with z = h/‖h‖ and P(i) the other rows with label y_i. Rows without such a partner are left out of the mean;
+    if there are none with one, the loss is 0 and still attached to the graph.
+    h (n, d_e) any float type, y (n,) integer, temperature τ > 0 → scalar, computed in float32 or better.
+    """
+    if temperature <= 0:
+        raise ValueError(f"temperature must be > 0, found {temperature}")
+    with torch.autocast(h.device.type, enabled=False):          # autocast would multiply in bf16
+        z = F.normalize(at_least_float32(h), dim=1)             # (n, d_e)
+        self_pair = torch.eye(len(y), dtype=torch.bool, device=y.device)
+        similarity = (z @ z.T / temperature).masked_fill(self_pair, -torch.inf)     # (n, n)
+        log_probability = similarity - similarity.logsumexp(dim=1, keepdim=True)
+        positive = (y[:, None] == y[None, :]) & ~self_pair
+        count = positive.sum(dim=1)                             # |P(i)|, (n,)
+        # where(), not a product with the mask: −∞ · 0 is nan. clamp(min=1): anchors without partner give 0/1.
+        per_anchor = -torch.where(positive, log_probability, 0).sum(dim=1) / count.clamp(min=1)
+        return per_anchor.sum() / (count > 0).sum().clamp(min=1)
+
+
+def distillation_loss(student_logits, teacher_logits, temperature):
+    """KL(softmax(teacher/T) ‖ softmax(student/T)) · T², mean over the batch; no gradient to the teacher.
+
+    logits (N, K) each, temperature T > 0 → scalar, computed in float32 or better.
+    """
+    with torch.autocast(student_logits.device.type, enabled=False):
+        student = F.log_softmax(at_least_float32(student_logits) / temperature, dim=1)
+        teacher = F.log_softmax(at_least_float32(teacher_logits.detach()) / temperature, dim=1)
+        return F.kl_div(student, teacher, reduction="batchmean", log_target=True) * temperature ** 2
+
+
+# --------------------------------------------------------------- 7 Gradients
+
+def loss_gradients(loss, parameters, retain_graph=False):
+    """Gradients of one loss alone. → list as long as `parameters`, None where the loss doesn't reach."""
+    return list(torch.autograd.grad(loss, parameters, retain_graph=retain_graph, allow_unused=True))
+
+
+def gradient_angle(first, second):
+    """Angle γ between two gradients, each a list of tensors seen as one long vector (paper §4.3).
+
+    None counts as zeros. → degrees, 0-dim tensor; nan where either vector is zero or not finite: there is no angle.
+    """
+    def inner(a, b):
+        products = [at_least_float32(x).flatten() @ at_least_float32(y).flatten()
+                    for x, y in zip(a, b, strict=True) if x is not None and y is not None]
+        if not products:
+            return torch.zeros(())
+        total = torch.stack(products)
+        return (total if total.device.type == "mps" else total.double()).sum()      # mps has no float64
+
+    cosine = inner(first, second) / (inner(first, first).sqrt() * inner(second, second).sqrt())
+    return torch.rad2deg(torch.acos(cosine.clamp(-1, 1)))       # rounding can push the cosine of g and g over 1
+
+
+def add_gradients(parameters, *weighted):
+    """parameter.grad += Σ weight · gradient, for pairs (weight, gradients) as `loss_gradients` gives them.
+
+    A weight is a number or a 0-dim tensor. Empties the gradient lists on the way, to have no third set in memory.
+    """
+    for i, parameter in enumerate(parameters):
+        for weight, gradients in weighted:
+            gradient, gradients[i] = gradients[i], None
+            if gradient is not None:
+                gradient = gradient * weight
+                parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+
+
+# ------------------------------------------------------------ 8 Optimisation
+
+def make_optimizer(model, lr, num_updates):
+    """AdamW (weight decay 0.01, none on biases and LayerNorm) and its schedule. → (optimizer, schedule)
+
+    The rate climbs for the first tenth of the updates to `lr`, then falls in a straight line. The first and the
+    last update both have a rate above 0; it is 0 only after the last.
+    """
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    groups = [{"params": [p for p in parameters if p.ndim >= 2], "weight_decay": 0.01},
+              {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=lr, fused=True)
+    warmup = max(1, round(0.1 * num_updates))
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda done: min((done + 1) / warmup, (num_updates - done) / (num_updates - warmup + 1)))
+    return optimizer, schedule
+
+
+def apply_update(optimizer, schedule):
+    """Clips the gradients at norm 1 and updates, unless a gradient is inf or nan. → 1.0 where skipped, else 0.0
+
+    Whether to skip is decided on the device: fused AdamW takes `found_inf`, the flag that torch's GradScaler sets
+    too, and leaves weights, moments and step count as they are where it is 1. The host never waits.
+    """
+    norm = nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], 1.0)
+    optimizer.found_inf = (~norm.isfinite()).float()
+    optimizer.step()
+    schedule.step()
+    optimizer.zero_grad()
+    return optimizer.found_inf
+
+
+# -------------------------------------------------------------- 9 Evaluation
+
+@torch.inference_mode()
+def predict(model, split, args, batch_size=64):
+    """Predicted classes (n,) of one split, in its order; leaves training mode as it found it."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    predictions = torch.empty(len(split.labels), dtype=torch.long, device=args.device)
+    order = np.argsort(-split.lengths, kind="stable")
+    for start in range(0, len(order), batch_size):
+        rows = order[start:start + batch_size]
+        inputs, _ = make_batch(split, rows, args.device)
+        with torch.autocast(args.device.type, torch.bfloat16, enabled=args.precision == "bf16"):
+            hidden = model["backbone"](**inputs).last_hidden_state                      # (N, L, d)
+            _, logits = model["exit"](hidden, inputs["attention_mask"])                 # (N, K)
+        predictions[torch.from_numpy(rows)] = logits.argmax(dim=1)
+    for module, mode in modes:
+        module.training = mode
+    return predictions.cpu().numpy()
+
+
+def evaluate(model, data, args):
+    """Scores `model` on dev; for MNLI the mismatched half too, as "accuracy_mismatched". → dict, see `glue_scores`."""
+    scores = glue_scores(args.task, predict(model, data.dev, args), data.dev.labels.numpy())
+    if data.dev_mismatched:
+        other = glue_scores(args.task, predict(model, data.dev_mismatched, args), data.dev_mismatched.labels.numpy())
+        scores["accuracy_mismatched"] = other["accuracy"]
+    return scores
+
+
+def glue_scores(task, predictions, labels):
+    """GLUE's scores in percent. → dict; "score" is the task's headline.
+
+    CoLA: Matthews correlation × 100. MRPC, QQP: mean of accuracy and F1 of class 1. All others: accuracy.
+    Where F1 or Matthews divides by zero (one class only) it is 0, and "note" says so.
+    predictions, labels: sequences of n class ids, n ≥ 1, else ValueError.
+    """
+    p, y = np.asarray(predictions), np.asarray(labels)
+    if len(y) == 0 or len(p) != len(y):
+        raise ValueError(f"found {len(p)} predictions and {len(y)} labels, expected as many of each and at least one")
+    scores = {"accuracy": 100 * float(np.mean(p == y))}
+    metric = TASKS[task].metric if task in TASKS else "accuracy"
+    if metric == "accuracy":
+        return scores | {"score": scores["accuracy"]}
+    tp, tn, fp, fn = (float(np.sum((p == a) & (y == b))) for a, b in ((1, 1), (0, 0), (1, 0), (0, 1)))
+    if metric == "matthews":
+        bottom = math.sqrt((tp + fp) * (tp + fn) * (tn + fp) * (tn + fn))
+        scores["matthews"] = scores["score"] = 100 * (tp * tn - fp * fn) / bottom if bottom else 0.0
+    else:
+        bottom = 2 * tp + fp + fn
+        scores["f1"] = 100 * 2 * tp / bottom if bottom else 0.0
+        scores["score"] = (scores["accuracy"] + scores["f1"]) / 2
+    if not bottom:
+        scores["note"] = f"{'Matthews' if metric == 'matthews' else 'F1'} is 0/0 here, taken as 0: one class only"
+    return scores
+
+
+# --------------------------------------------------------------- 10 Records
+
+class Data(NamedTuple):
+    """A task, tokenised."""
+    train: Split
+    dev: Split
+    dev_mismatched: Split | None    # MNLI only, and only where the file is there
+    label_names: tuple
+
+    @property
+    def num_labels(self):
+        return len(self.label_names)
+
+
+def prepare(args):
+    """Loads and tokenises `args.task`, sets the default batch size, prints the run's first line. → Data"""
+    task = load_task(args.task, args.data_dir, args.limit)
+    tokenizer, backbone = load_backbone(args.model)
+    longest = min(tokenizer.model_max_length, backbone.config.max_position_embeddings)
+    if args.max_length > longest:
+        raise InputError(f"argument --max_length: found {args.max_length}, expected ≤ {longest}, the positions of {args.model}")
+    splits = [encode(tokenizer, examples, args.max_length) if examples else None
+              for examples in (task.train, task.dev, task.dev_mismatched)]
+    args.batch_size = args.batch_size or max(8, round(len(task.train) / 200))       # about 200 updates an epoch
+    in_backbone, in_exit = (sum(p.numel() for p in module.parameters())
+                            for module in (backbone, MHAExit(backbone.config.hidden_size, task.num_labels)))
+    print(f"task {args.task}: {len(task.train):,} train, {len(task.dev):,} dev, {task.num_labels} classes"
+          f" · model {Path(args.model).name}: {in_backbone:,} parameters + exit {in_exit:,} ({100 * in_exit / in_backbone:.2f} %)"
+          f" · batch {args.batch_size}, {args.epochs} epochs, lr {args.lr:g}, λ {args.lam:g}, τ {args.tau:g}"
+          f" · {args.device.type} {args.precision}"
+          f" · torch {torch.__version__}, transformers {transformers.__version__}, datasets {datasets.__version__}", flush=True)
+    if args.task == "mnli" and not task.dev_mismatched:
+        print("note: no dev_mismatched.tsv there, so only the matched half of MNLI's dev set is scored")
+    return Data(*splits, task.label_names)
+
+
+def show(bar, **values):
+    """Puts numbers behind the progress bar, every 20th step only: reading a tensor waits for the device."""
+    if not bar.disable and bar.n % 20 == 0:
+        bar.set_postfix({name: f"{float(value):.2f}" for name, value in values.items()}, refresh=False)
+    bar.update()
+
+
+def run_folder(args):
+    """Folder of the records of one script, task, model and choice of settings; other settings, other folder."""
+    settings = {name: str(value) for name, value in vars(args).items() if name not in ("out", "seeds", "methods")}
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
+    return Path(args.out) / Path(sys.argv[0]).stem / f"{args.task}-{Path(args.model).name}-{digest}"
+
+
+def write_record(args, method, seed, epochs):
+    """Writes one finished run as <folder>/<method>-seed<seed>.json: whole or not at all. → the record, read back
+
+    epochs: one dict per epoch, with "loss", "scores", "angles" (scope → degrees per batch, null: no angle or not
+    measured), "skipped" (updates with a gradient that wasn't finite) and "seconds" (training alone).
+    """
+    settings = {name: str(value) if isinstance(value, torch.device) else value for name, value in vars(args).items()}
+    versions = {module.__name__: module.__version__ for module in (torch, transformers, datasets, np)}
+    record = {"method": method, "seed": seed, "settings": settings, "versions": versions, "epochs": epochs}
+    path = run_folder(args) / f"{method}-seed{seed}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(record, allow_nan=False), encoding="utf-8")
+    os.replace(temporary, path)
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def to_list(angles):
+    """Angles (steps,) → plain list, rounded to 0.001°, None where there is no angle."""
+    return [None if math.isnan(angle) else round(angle, 3) for angle in angles.tolist()]
+
+
+def angles_over(angles, threshold=90.0):
+    """Share in percent of the angles over `threshold`, among those that exist; None where there are none."""
+    angles = [angle for angle in angles if angle is not None]
+    return 100 * sum(angle > threshold for angle in angles) / len(angles) if angles else None
+
+
+def mean_std(values, digits=1):
+    """"mean ± std" (sample standard deviation, over the seeds); a single value has no spread; "–" for no values."""
+    values = [value for value in values if value is not None]
+    spread = f" ± {np.std(values, ddof=1):.{digits}f}" if len(values) > 1 else ""
+    return f"{np.mean(values):.{digits}f}{spread}" if values else "–"
+
+
+def markdown_table(header, rows):
+    """A Markdown table with even columns, ready to paste. → str"""
+    cells = [[str(cell) for cell in row] for row in (header, *rows)]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
+    cells.insert(1, ["-" * width for width in widths])
+    return "\n".join("| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths)) + " |" for row in cells)
+
+
+def score_table(records, threshold=None):
+    """One row per method over its seeds: scores of the last epoch, the best epoch's beside it, conflicts, minutes.
+
+    threshold: the gate's angle; adds the share of batches that method "acl" discarded. → Markdown
+    """
+    scores = records[0]["epochs"][-1]["scores"]
+    names = ["score"] + [name for name in scores if name not in ("score", "note") and scores[name] != scores["score"]]
+    header = ["method", *names, "best epoch", "over 90° %", *["discarded %"] * (threshold is not None), "minutes", "seeds"]
+    rows = []
+    for method in dict.fromkeys(record["method"] for record in records):
+        runs = [record["epochs"] for record in records if record["method"] == method]
+        angles = [[angle for epoch in run for angle in epoch["angles"]["all"]] for run in runs]
+        row = [method, *(mean_std([run[-1]["scores"][name] for run in runs]) for name in names)]
+        row.append(mean_std([max(epoch["scores"]["score"] for epoch in run) for run in runs]))
+        row.append(mean_std([angles_over(run) for run in angles]))
+        if threshold is not None:
+            row.append(mean_std([angles_over(run, threshold) for run in angles]) if method == "acl" else "–")
+        row += [mean_std([sum(epoch["seconds"] for epoch in run) / 60 for run in runs], digits=2), len(runs)]
+        rows.append(row)
+    return markdown_table(header, rows)
+
+
+def angle_figure(path, records, threshold=90.0, gated=()):
+    """Draws angle against step, one panel per method (its first seed), with the running mean and the threshold.
+
+    Methods in `gated` have their discarded batches marked. Without matplotlib it says so and draws nothing.
+    """
+    try:
+        import matplotlib
+        matplotlib.use("Agg")
+        import matplotlib.pyplot as plt
+    except ImportError:
+        print("no figure: matplotlib is missing (pip install matplotlib)")
+        return
+    first = {}
+    for record in records:
+        first.setdefault(record["method"], record)
+    figure, axes = plt.subplots(1, len(first), figsize=(4.5 * len(first), 3.4), sharey=True, squeeze=False)
+    for axis, (method, record) in zip(axes[0], first.items()):
+        angles = np.array([angle for epoch in record["epochs"] for angle in epoch["angles"]["all"]], dtype=float)
+        steps = np.flatnonzero(~np.isnan(angles))
+        angles = angles[steps]
+        over = angles > threshold
+        axis.axhline(threshold, color="black", linewidth=1, label=f"{threshold:g}°")
+        axis.scatter(steps[~over], angles[~over], s=4, alpha=0.4, color="tab:blue", label="a batch")
+        axis.scatter(steps[over], angles[over], s=4, alpha=0.6, color="tab:red",
+                     label=f"{'discarded' if method in gated else 'over it'}: {100 * over.mean():.0f} %" if len(over) else None)
+        width = min(len(angles), 50)
+        if width:
+            axis.plot(steps[width - 1:], np.convolve(angles, np.ones(width) / width, "valid"), color="black",
+                      linestyle=":", label=f"mean of {width}")
+        axis.set(title=f"{method}, seed {record['seed']}", xlabel="step", ylim=(0, 180), yticks=range(0, 181, 30))
+        axis.legend(fontsize=7, loc="lower right")
+    axes[0][0].set_ylabel("angle between the gradients (°)")
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+    print(f"figure: {path}")
