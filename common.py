@@ -36,8 +36,9 @@ from torch.nn.utils.rnn import pad_sequence
 
 # ---------------------------------------------------------------- 1 Settings
 
-GLUE_DEFAULTS = {"model": "bert-base-uncased", "seeds": [0, 1, 2, 3, 4], "epochs": 15, "lr": 2e-5}   # the paper's, §5.3
-TOY_DEFAULTS = {"model": "tiny", "seeds": [0, 1], "epochs": 5, "lr": 1e-3}
+# The paper's (§5.3), where the batch size follows the size of the task; and ours for the toy.
+GLUE_DEFAULTS = {"model": "bert-base-uncased", "seeds": [0, 1, 2, 3, 4], "epochs": 15, "lr": 2e-5, "batch_size": None}
+TOY_DEFAULTS = {"model": "tiny", "seeds": [0], "epochs": 4, "lr": 1.5e-3, "batch_size": 32}
 
 
 class InputError(ValueError):
@@ -81,10 +82,10 @@ def shared_flags(description):
     add("--model", help="tiny (toy's default), a hub name (GLUE's default: bert-base-uncased) or a directory")
     add("--max_length", type=number(int, 8), default=128, help="tokens per example, pairs included (default 128)")
     add("--limit", type=number(int, 1), help="train on the first n examples only")
-    add("--seeds", type=number(int, 0), nargs="+", help="one run per seed (toy: 0 1, GLUE: 0 1 2 3 4)")
-    add("--epochs", type=number(int, 1), help="passes over the training data (toy 5, GLUE 15)")
-    add("--lr", type=number(float, above=0), help="peak learning rate (toy 1e-3, GLUE 2e-5)")
-    add("--batch_size", type=number(int, 1), help="examples per update (default: max(8, round(training examples / 200)))")
+    add("--seeds", type=number(int, 0), nargs="+", help="one run per seed (toy 0, GLUE 0 1 2 3 4)")
+    add("--epochs", type=number(int, 1), help="passes over the training data (toy 4, GLUE 15)")
+    add("--lr", type=number(float, above=0), help="peak learning rate (toy 1.5e-3, GLUE 2e-5)")
+    add("--batch_size", type=number(int, 1), help="examples per update (toy 32, GLUE max(8, round(training examples / 200)))")
     add("--lam", type=number(float, 0, 1), default=0.02, help="λ, weight of the contrastive term (default 0.02)")
     add("--tau", type=number(float, above=0), default=0.5, help="τ, temperature of the contrastive term (default 0.5)")
     add("--device", help="cuda, mps or cpu (default: the first of these that is there)")
@@ -160,10 +161,11 @@ TASKS = {
 
 
 class TaskData(NamedTuple):
-    train: list                 # of Example
+    """A task: lists of Example as `load_task` reads them, a Split in place of each list once it is tokenised."""
+    train: list
     dev: list
     label_names: tuple
-    dev_mismatched: list = []   # MNLI's second dev set; empty for every other task
+    dev_mismatched: list | None = None      # MNLI's second dev set; None for every other task
 
     @property
     def num_labels(self):
@@ -268,16 +270,15 @@ TOY_GOOD = "great good fine brilliant charming moving funny clever fresh grippin
 TOY_BAD = "bad dull awful boring clumsy weak silly tired stale flat cold poor".split()
 TOY_VERBS = "is was seems feels".split()
 TOY_ADVERBS = "very rather really quite truly".split()
-TOY_FRAMES = ["i think that", "i doubt that"]
-TOY_OTHER = "the this not never but although i think doubt that".split()
+TOY_OTHER = "the this not never but although i doubt that".split()
 TOY_WORDS = TOY_NOUNS + TOY_GOOD + TOY_BAD + TOY_VERBS + TOY_ADVERBS + TOY_OTHER
 
 
-def toy_examples(num_train=4000, num_dev=1000, noise=0.1):
+def toy_examples(num_train=3200, num_dev=800, noise=0.1):
     """Generates the toy task: short film reviews whose harder tiers need several words taken together.
 
-    Tiers, a quarter each: a clause ("the plot was dull"); a negated clause; two clauses of which one decides
-    ("… but X", "X although …"); the same with "i doubt that" or "i think that" before a clause.
+    Tiers, a quarter each: a clause ("the plot was very dull"); a negated clause; two clauses of which one decides
+    ("… but X", "X although …"); "i doubt that X" and "… but i doubt that X", where X may be negated.
     Train and dev share no sentence. A share `noise` of the train labels is flipped: real labels are noisy too,
     and on clean ones the two gradients agree as soon as the task is learnt. Dev labels are clean.
     """
@@ -286,19 +287,20 @@ def toy_examples(num_train=4000, num_dev=1000, noise=0.1):
     def pick(words):
         return words[rng.integers(len(words))]
 
-    def clause(negated, framed=False):
+    def clause(negated=False):
         good = int(rng.integers(2))
         words = [pick(["the", "this"]), pick(TOY_NOUNS), pick(TOY_VERBS)]
         words += [pick(["not", "never"])] * negated + [pick(TOY_ADVERBS)] * int(rng.integers(2))
-        words.append(pick(TOY_GOOD if good else TOY_BAD))
-        frame = pick(TOY_FRAMES) if framed else ""
-        return f"{frame} {' '.join(words)}".strip(), good ^ negated ^ (frame == TOY_FRAMES[1])
+        return " ".join([*words, pick(TOY_GOOD if good else TOY_BAD)]), good ^ negated
 
     def review(tier):
         if tier < 2:
             return clause(negated=tier == 1)
-        (deciding, label), (other, _) = (clause(negated=bool(rng.integers(2)), framed=tier == 3) for _ in range(2))
-        return (f"{other} but {deciding}" if rng.integers(2) else f"{deciding} although {other}"), label
+        if tier == 2:
+            (deciding, label), (other, _) = clause(), clause()
+            return (f"{other} but {deciding}" if rng.integers(2) else f"{deciding} although {other}"), label
+        (doubted, label), (other, _) = clause(negated=bool(rng.integers(2))), clause()
+        return (f"i doubt that {doubted}" if rng.integers(2) else f"{other} but i doubt that {doubted}"), 1 - label
 
     reviews = {}                                                # a dict keeps each sentence once
     for tier in itertools.cycle(range(4)):
@@ -391,7 +393,8 @@ def load_backbone(name, num_layers=None):
         tokenizer = toy_tokenizer()
         config = transformers.BertConfig(
             vocab_size=len(tokenizer), hidden_size=64, num_hidden_layers=num_layers or 6, num_attention_heads=4,
-            intermediate_size=256, max_position_embeddings=128)
+            intermediate_size=128, max_position_embeddings=128, hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0)       # too small to overfit; dropout would cost a third of its time
         return tokenizer, transformers.BertModel(config, add_pooling_layer=False)
 
     transformers.utils.logging.disable_progress_bar()
@@ -537,8 +540,9 @@ def gradient_angle(first, second):
         total = torch.stack(products)
         return (total if total.device.type == "mps" else total.double()).sum()      # mps has no float64
 
-    cosine = inner(first, second) / (inner(first, first).sqrt() * inner(second, second).sqrt())
-    return torch.rad2deg(torch.acos(cosine.clamp(-1, 1)))       # rounding can push the cosine of g and g over 1
+    norms = inner(first, first).sqrt() * inner(second, second).sqrt()
+    cosine = (inner(first, second) / norms).clamp(-1, 1)        # rounding can push the cosine of g and g over 1
+    return torch.where(norms.isfinite(), torch.rad2deg(torch.acos(cosine)), torch.nan)     # 0/inf would pass for 90°
 
 
 def add_gradients(parameters, *weighted):
@@ -645,38 +649,27 @@ def glue_scores(task, predictions, labels):
 
 # --------------------------------------------------------------- 10 Records
 
-class Data(NamedTuple):
-    """A task, tokenised."""
-    train: Split
-    dev: Split
-    dev_mismatched: Split | None    # MNLI only, and only where the file is there
-    label_names: tuple
-
-    @property
-    def num_labels(self):
-        return len(self.label_names)
-
-
 def prepare(args):
-    """Loads and tokenises `args.task`, sets the default batch size, prints the run's first line. → Data"""
+    """Loads and tokenises `args.task`, sets the default batch size, prints the run's first line. → TaskData of Splits"""
     task = load_task(args.task, args.data_dir, args.limit)
     tokenizer, backbone = load_backbone(args.model)
-    longest = min(tokenizer.model_max_length, backbone.config.max_position_embeddings)
+    config = backbone.config                                        # RoBERTa's first positions are for padding
+    longest = config.max_position_embeddings - (config.pad_token_id + 1 if config.model_type == "roberta" else 0)
     if args.max_length > longest:
         raise InputError(f"argument --max_length: found {args.max_length}, expected ≤ {longest}, the positions of {args.model}")
-    splits = [encode(tokenizer, examples, args.max_length) if examples else None
-              for examples in (task.train, task.dev, task.dev_mismatched)]
+    data = task._replace(**{name: encode(tokenizer, getattr(task, name), args.max_length)
+                            for name in ("train", "dev", "dev_mismatched") if getattr(task, name)})
     args.batch_size = args.batch_size or max(8, round(len(task.train) / 200))       # about 200 updates an epoch
     in_backbone, in_exit = (sum(p.numel() for p in module.parameters())
                             for module in (backbone, MHAExit(backbone.config.hidden_size, task.num_labels)))
     print(f"task {args.task}: {len(task.train):,} train, {len(task.dev):,} dev, {task.num_labels} classes"
-          f" · model {Path(args.model).name}: {in_backbone:,} parameters + exit {in_exit:,} ({100 * in_exit / in_backbone:.2f} %)"
+          f" · model {model_name(args)}: {in_backbone:,} parameters + exit {in_exit:,} ({100 * in_exit / in_backbone:.2f} %)"
           f" · batch {args.batch_size}, {args.epochs} epochs, lr {args.lr:g}, λ {args.lam:g}, τ {args.tau:g}"
           f" · {args.device.type} {args.precision}"
           f" · torch {torch.__version__}, transformers {transformers.__version__}, datasets {datasets.__version__}", flush=True)
     if args.task == "mnli" and not task.dev_mismatched:
         print("note: no dev_mismatched.tsv there, so only the matched half of MNLI's dev set is scored")
-    return Data(*splits, task.label_names)
+    return data
 
 
 def show(bar, **values):
@@ -686,11 +679,16 @@ def show(bar, **values):
     bar.update()
 
 
+def model_name(args):
+    """The last two parts of --model: a folder that is just called "model" says little."""
+    return "/".join(Path(args.model).parts[-2:])
+
+
 def run_folder(args):
     """Folder of the records of one script, task, model and choice of settings; other settings, other folder."""
     settings = {name: str(value) for name, value in vars(args).items() if name not in ("out", "seeds", "methods")}
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
-    return Path(args.out) / Path(sys.argv[0]).stem / f"{args.task}-{Path(args.model).name}-{digest}"
+    return Path(args.out) / Path(sys.argv[0]).stem / f"{args.task}-{model_name(args).replace("/", "-")}-{digest}"
 
 
 def write_record(args, method, seed, epochs):

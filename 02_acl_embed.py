@@ -1,0 +1,110 @@
+"""Idea 1, ACL-Embed: the label embeddings join the contrastive batch.
+
+The classifier's last layer holds one weight row per class, its label embedding. Put into the contrastive batch as one
+more sample of its class, it aligns the two losses: cross-entropy pulls h_i towards l_{y_i}, and now the contrastive
+loss does too. Each sample gets at least one positive, and a class that is absent from the batch still repels.
+
+    l_k    row k of the exit's last linear layer                   the label embedding, (K, d_e)
+    L_acl  = L_scl on the N+K rows {(h_i, y_i)} ∪ {(l_k, k)}       (paper §4.2; gradients flow into l_k too)
+    ce:        L = L_ce
+    scl:       L = (1−λ)·L_ce + λ·L_scl                            model B of script 01
+    acl_embed: L = (1−λ)·L_ce + λ·L_acl
+
+    python 02_acl_embed.py                                         toy task, under 2 minutes on two CPU cores
+    python 02_acl_embed.py --task rte                              BERT-base, five seeds; wants a GPU
+
+Prints a line per epoch, then one table, methods × (dev score, share of batches in conflict, minutes). The angle costs
+a second backward pass, so it is measured on every tenth batch only.
+"""
+
+import time
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+from tqdm import tqdm
+
+from common import (MHAExit, add_gradients, apply_update, epoch_batches, evaluate, gradient_angle, load_backbone,
+                    loss_gradients, make_batch, make_optimizer, number, parse, prepare, run, score_table, shared_flags,
+                    show, supervised_contrastive_loss, to_list, write_record)
+
+METHODS = ("ce", "scl", "acl_embed")  # NEW
+
+
+def train(method, seed, data, args):
+    """Fine-tunes one model with one of METHODS. → one dict per epoch, for the record."""
+    # N batch size, L tokens, d backbone width, d_e exit width, K classes
+    torch.manual_seed(seed)
+    _, backbone = load_backbone(args.model)
+    exit_ = MHAExit(backbone.config.hidden_size, data.num_labels)
+    model = nn.ModuleDict({"backbone": backbone, "exit": exit_}).to(args.device)
+    parameters = list(model.parameters())
+    classes = torch.arange(data.num_labels, device=args.device)     # (K,) the label embeddings' labels  # NEW
+    lam = 0.0 if method == "ce" else args.lam
+
+    num_updates = args.epochs * len(epoch_batches(data.train, args.batch_size, seed, 0))
+    optimizer, schedule = make_optimizer(model, args.lr, num_updates)
+    bar = tqdm(total=num_updates, desc=f"{method} seed {seed}", disable=None, leave=False)
+    step, records = 0, []
+    for epoch in range(args.epochs):
+        started = time.perf_counter()
+        batches = epoch_batches(data.train, args.batch_size, seed, epoch)
+        num_micro = sum(map(len, batches))
+        # Filled in place and read once an epoch: reading a number makes the host wait for the device.
+        losses = torch.zeros(num_micro, device=args.device)
+        angles = torch.full((num_micro,), torch.nan, device=args.device)
+        skipped = torch.zeros((), device=args.device)
+        i = 0
+        model.train()
+        for batch in batches:                           # one update
+            for rows in batch:                          # one micro-batch: contrast and angle belong to it alone
+                inputs, y = make_batch(data.train, rows, args.device)                       # (N, L) each, (N,)
+                with torch.autocast(args.device.type, torch.bfloat16, enabled=args.precision == "bf16"):
+                    hidden = backbone(**inputs).last_hidden_state                           # (N, L, d)
+                    h, logits = exit_(hidden, inputs["attention_mask"])                     # (N, d_e), (N, K)
+                ce = F.cross_entropy(logits.float(), y)
+                if method == "acl_embed":               # N+K rows: the label embeddings are samples too  # NEW
+                    contrast = supervised_contrastive_loss(  # NEW
+                        torch.cat([h, exit_.label_embeddings]), torch.cat([y, classes]), args.tau)  # NEW
+                else:  # NEW
+                    contrast = supervised_contrastive_loss(h, y, args.tau)
+                loss = (1 - lam) * ce + lam * contrast
+                weight = len(rows) / sum(map(len, batch))       # of this micro-batch in the update
+                if step % args.angle_every == 0:
+                    # Two backward passes through one graph, each loss alone: that shows the angle ...
+                    g_ce = loss_gradients(ce, parameters, retain_graph=True)
+                    g_contrast = loss_gradients(contrast, parameters)
+                    angles[i] = gradient_angle(g_ce, g_contrast)
+                    add_gradients(parameters, ((1 - lam) * weight, g_ce), (lam * weight, g_contrast))
+                else:
+                    (weight * loss).backward()          # ... and this gives the same gradient in one pass  # NEW
+                losses[i] = loss.detach()
+                i, step = i + 1, step + 1
+            skipped += apply_update(optimizer, schedule)
+            show(bar, loss=losses[i - 1])
+
+        losses, angles = losses.tolist(), angles.cpu()
+        seconds = time.perf_counter() - started
+        record = {"loss": float(np.mean(losses)), "scores": evaluate(model, data, args), "skipped": int(skipped),
+                  "angles": {"all": to_list(angles)}, "seconds": seconds}
+        records.append(record)
+        bar.write(f"{method:>9} seed {seed} epoch {epoch + 1}/{args.epochs}: loss {record['loss']:.3f}, "
+                  f"dev {record['scores']['score']:.1f}, {seconds:.0f} s")
+    bar.close()
+    return records
+
+
+def main():
+    parser = shared_flags(__doc__)
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS), help="default: all")  # NEW
+    parser.add_argument("--angle_every", type=number(int, 1), default=10, help="measure the angle every n steps (default 10)")
+    args = parse(parser)
+    data = prepare(args)
+    records = [write_record(args, method, seed, train(method, seed, data, args))
+               for seed in args.seeds for method in args.methods]  # NEW
+    print("\n" + score_table(records))
+
+
+if __name__ == "__main__":
+    run(main)
