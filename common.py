@@ -688,7 +688,7 @@ def run_folder(args):
     """Folder of the records of one script, task, model and choice of settings; other settings, other folder."""
     settings = {name: str(value) for name, value in vars(args).items() if name not in ("out", "seeds", "methods")}
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
-    return Path(args.out) / Path(sys.argv[0]).stem / f"{args.task}-{model_name(args).replace("/", "-")}-{digest}"
+    return Path(args.out) / Path(sys.argv[0]).stem / "-".join([args.task, *Path(args.model).parts[-2:], digest])
 
 
 def write_record(args, method, seed, epochs):
