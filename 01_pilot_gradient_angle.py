@@ -110,7 +110,8 @@ def angle_table(records):
 
 def main():
     parser = shared_flags(__doc__)
-    parser.add_argument("--angle_every", type=number(int, 1), default=1, help="measure the angle every n steps (default 1)")
+    parser.add_argument("--angle_every", type=number(int, 1), default=1,
+                        help="measure the angle every n steps (default 1)")
     args = parse(parser)
     data = prepare(args)
     records = [write_record(args, method, seed, train(method, seed, data, args))

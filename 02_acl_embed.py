@@ -97,12 +97,13 @@ def train(method, seed, data, args):
 
 def main():
     parser = shared_flags(__doc__)
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS), help="default: all")  # NEW
-    parser.add_argument("--angle_every", type=number(int, 1), default=10, help="measure the angle every n steps (default 10)")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS, help="default: all")  # NEW
+    parser.add_argument("--angle_every", type=number(int, 1), default=10,
+                        help="measure the angle every n steps (default 10)")
     args = parse(parser)
     data = prepare(args)
     records = [write_record(args, method, seed, train(method, seed, data, args))
-               for seed in args.seeds for method in args.methods]  # NEW
+               for seed in args.seeds for method in dict.fromkeys(args.methods)]  # NEW
     print("\n" + score_table(records))
 
 

@@ -102,7 +102,7 @@ def train(method, seed, data, args):
 
 
 def discard_table(records, threshold):  # NEW
-    """Share of batches over the threshold, per method and epoch: what "acl" discards, what the others keep. → Markdown"""
+    """Per method and epoch the share of batches over the threshold; "acl" discards them, the others don't. → Markdown"""
     rows = []
     for method in dict.fromkeys(record["method"] for record in records):
         runs = [record["epochs"] for record in records if record["method"] == method]
@@ -113,15 +113,17 @@ def discard_table(records, threshold):  # NEW
 
 def main():
     parser = shared_flags(__doc__)
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=["acl_embed", "acl"], help="default: acl_embed acl")
-    parser.add_argument("--angle", type=number(float, 0, 180), default=90.0, help="discard above this γ, in degrees (default 90)")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=["acl_embed", "acl"],
+                        help="default: acl_embed acl")
+    parser.add_argument("--angle", type=number(float, 0, 180), default=90.0,  # NEW
+                        help="discard the contrastive term where γ is over this many degrees (default 90)")
     args = parse(parser)
     data = prepare(args)
     records = [write_record(args, method, seed, train(method, seed, data, args))
-               for seed in args.seeds for method in args.methods]
-    print("\n" + score_table(records, args.angle))
-    print("\n" + discard_table(records, args.angle) + "\n")
-    angle_figure(run_folder(args) / "angles.png", records, args.angle, gated=["acl"])
+               for seed in args.seeds for method in dict.fromkeys(args.methods)]
+    print("\n" + score_table(records, args.angle))  # NEW
+    print("\n" + discard_table(records, args.angle) + "\n")  # NEW
+    angle_figure(run_folder(args) / "angles.png", records, args.angle, gated=["acl"])  # NEW
 
 
 if __name__ == "__main__":

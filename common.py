@@ -59,7 +59,7 @@ def run(main):
 
 def number(kind, low=-math.inf, high=math.inf, above=-math.inf):
     """An argparse type: a number of `kind` with low ≤ number ≤ high and number > above."""
-    limits = [f"≥ {low}"] * (low > -math.inf) + [f"≤ {high}"] * (high < math.inf) + [f"> {above}"] * (above > -math.inf)
+    limits = [f"{sign} {limit:g}" for sign, limit in (("≥", low), ("≤", high), (">", above)) if math.isfinite(limit)]
 
     def parse(text):
         try:
@@ -85,7 +85,8 @@ def shared_flags(description):
     add("--seeds", type=number(int, 0), nargs="+", help="one run per seed (toy 0, GLUE 0 1 2 3 4)")
     add("--epochs", type=number(int, 1), help="passes over the training data (toy 4, GLUE 15)")
     add("--lr", type=number(float, above=0), help="peak learning rate (toy 1.5e-3, GLUE 2e-5)")
-    add("--batch_size", type=number(int, 1), help="examples per update (toy 32, GLUE max(8, round(training examples / 200)))")
+    add("--batch_size", type=number(int, 1),
+        help="examples per update (toy 32, GLUE max(8, round(training examples / 200)))")
     add("--lam", type=number(float, 0, 1), default=0.02, help="λ, weight of the contrastive term (default 0.02)")
     add("--tau", type=number(float, above=0), default=0.5, help="τ, temperature of the contrastive term (default 0.5)")
     add("--device", help="cuda, mps or cpu (default: the first of these that is there)")
@@ -150,7 +151,8 @@ TASKS = {
     "cola": Task("CoLA", ("sentence",), "label", ("sentence",), ("unacceptable", "acceptable"), "matthews",
                  header=("source", "label", "mark", "sentence")),
     "sst2": Task("SST-2", ("sentence",), "label", ("sentence",), ("negative", "positive"), "accuracy"),
-    "mrpc": Task("MRPC", ("#1 String", "#2 String"), "Quality", SENTENCES, ("not_equivalent", "equivalent"), "accuracy_f1"),
+    "mrpc": Task("MRPC", ("#1 String", "#2 String"), "Quality", SENTENCES,
+                 ("not_equivalent", "equivalent"), "accuracy_f1"),
     "qqp": Task("QQP", ("question1", "question2"), "is_duplicate", ("question1", "question2"),
                 ("not_duplicate", "duplicate"), "accuracy_f1"),
     "mnli": Task("MNLI", SENTENCES, "gold_label", ("premise", "hypothesis"),
@@ -206,21 +208,22 @@ def read_tsv(path, task):
                          f"here {task.folder}/{Path(path).name}") from None
     except UnicodeDecodeError as error:
         line = error.object.count(b"\n", 0, error.start) + 1
-        raise InputError(f"{path} line {line}: found byte 0x{error.object[error.start]:02x}, expected UTF-8 text") from None
+        found = f"0x{error.object[error.start]:02x}"
+        raise InputError(f"{path} line {line}: found byte {found}, expected UTF-8 text") from None
     lines = text.removesuffix("\n").split("\n")                 # splitlines() would also cut at U+2028 and the like
     header = task.header or lines.pop(0).removesuffix("\r").split("\t")
     absent = [column for column in (*task.columns, task.label) if column not in header]
     if absent:
         hint = ": a split without labels can't be trained on or scored" if absent == [task.label] else ""
-        raise InputError(f"{path} line 1: found columns {', '.join(header)}, expected {', '.join(absent)} among them{hint}")
+        raise InputError(f"{path} line 1: found columns {', '.join(header)}, "
+                         f"expected {', '.join(absent)} among them{hint}")
     text_at, label_at = [header.index(column) for column in task.columns], header.index(task.label)
     examples = []
     for line_number, line in enumerate(lines, start=1 if task.header else 2):
-        fields = line.removesuffix("\r").split("\t")
+        fields, where = line.removesuffix("\r").split("\t"), f"{path} line {line_number}"
         if len(fields) != len(header):
-            raise InputError(f"{path} line {line_number}: found {len(fields)} tab-separated fields, expected {len(header)}")
-        texts = [fields[i] for i in text_at]
-        examples.append(make_example(texts, fields[label_at], task, f"{path} line {line_number}"))
+            raise InputError(f"{where}: found {len(fields)} tab-separated fields, expected {len(header)}")
+        examples.append(make_example([fields[i] for i in text_at], fields[label_at], task, where))
     if not examples:
         raise InputError(f"{path}: found no examples, expected at least one line of data")
     return examples
@@ -309,7 +312,7 @@ def toy_examples(num_train=3200, num_dev=800, noise=0.1):
         if len(reviews) == num_train + num_dev:
             break
     examples = [Example(sentence, None, int(label)) for sentence, label in reviews.items()]
-    train = [example._replace(label=1 - example.label) if rng.random() < noise else example for example in examples[:num_train]]
+    train = [example._replace(label=example.label ^ int(rng.random() < noise)) for example in examples[:num_train]]
     return train, examples[num_train:]
 
 
@@ -397,6 +400,8 @@ def load_backbone(name, num_layers=None):
             attention_probs_dropout_prob=0.0)       # too small to overfit; dropout would cost a third of its time
         return tokenizer, transformers.BertModel(config, add_pooling_layer=False)
 
+    if not Path(name).is_dir() and (name.count("/") > 1 or name.startswith((".", "/", "~"))):
+        raise InputError(f"--model {name}: no such directory")
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()        # weights that aren't used; missing ones are checked below
 
@@ -405,16 +410,17 @@ def load_backbone(name, num_layers=None):
         if config.model_type not in ("bert", "roberta"):
             raise ValueError(f"found a model of type {config.model_type}, expected bert or roberta")
         config.num_hidden_layers = num_layers or config.num_hidden_layers
-        return transformers.AutoTokenizer.from_pretrained(name, padding_side="right"), transformers.AutoModel.from_pretrained(
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name, padding_side="right")
+        return tokenizer, *transformers.AutoModel.from_pretrained(
             name, config=config, dtype=torch.float32, add_pooling_layer=False, output_loading_info=True)
 
     if Path(name).is_dir():
         try:
-            tokenizer, (backbone, info) = load()
+            tokenizer, backbone, info = load()
         except (OSError, ValueError) as error:
             raise InputError(f"--model {name}: {str(error).splitlines()[0]}") from None
     else:
-        tokenizer, (backbone, info) = load_from_hub(f"--model {name}", load)
+        tokenizer, backbone, info = load_from_hub(f"--model {name}", load)
     if info["missing_keys"]:
         raise InputError(f"--model {name}: the checkpoint lacks {len(info['missing_keys'])} weights, "
                          f"{sorted(info['missing_keys'])[0]} among them")
@@ -444,8 +450,8 @@ class MHAExit(nn.Module):
     def forward(self, hidden, mask):
         """hidden (N, L, d), mask (N, L) nonzero at tokens → h (N, d_e), logits (N, K)."""
         x = torch.tanh(self.down(hidden))                                           # (N, L, d_e)
-        q, k, v = (projection(part).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)     # (N, heads, 1 or L, d_e/heads)
-                   for projection, part in ((self.query, x[:, :1]), (self.key, x), (self.value, x)))
+        q, k, v = (projection(part).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)     # (N, heads, 1, d_e/heads),
+                   for projection, part in ((self.query, x[:, :1]), (self.key, x), (self.value, x)))    # L for k and v
         attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask.bool()[:, None, None])
         h = torch.tanh(self.output(attended.transpose(1, 2).flatten(1)))            # (N, d_e)
         return h, self.classifier(self.dropout(h))      # the contrastive losses see h before the dropout
@@ -489,7 +495,7 @@ def at_least_float32(tensor):
 def supervised_contrastive_loss(h, y, temperature):
     """Rows of one class attract each other, all others repel (Khosla et al. 2020, L_out; paper §4.1).
 
-    L = mean over anchors i with P(i) ≠ ∅ of  −1/|P(i)| Σ_{p∈P(i)} log( exp(z_i·z_p/τ) / Σ_{a≠i} exp(z_i·z_a/τ) )
+    L = mean over anchors i with P(i) ≠ ∅ of −1/|P(i)| Σ_{p∈P(i)} log( exp(z_i·z_p/τ) / Σ_{a≠i} exp(z_i·z_a/τ) )
 
     with z = h/‖h‖ and P(i) the other rows with label y_i. Rows without such a partner are left out of the mean;
     if there are none with one, the loss is 0 and still attached to the graph.
@@ -612,7 +618,7 @@ def predict(model, split, args, batch_size=64):
 
 
 def evaluate(model, data, args):
-    """Scores `model` on dev; for MNLI the mismatched half too, as "accuracy_mismatched". → dict, see `glue_scores`."""
+    """Scores `model` on dev, as `glue_scores` does; for MNLI the mismatched half too, as "accuracy_mismatched"."""
     scores = glue_scores(args.task, predict(model, data.dev, args), data.dev.labels.numpy())
     if data.dev_mismatched:
         other = glue_scores(args.task, predict(model, data.dev_mismatched, args), data.dev_mismatched.labels.numpy())
@@ -650,23 +656,24 @@ def glue_scores(task, predictions, labels):
 # --------------------------------------------------------------- 10 Records
 
 def prepare(args):
-    """Loads and tokenises `args.task`, sets the default batch size, prints the run's first line. → TaskData of Splits"""
+    """Loads and tokenises the task, sets the default batch size, prints the first line. → TaskData of Splits"""
     task = load_task(args.task, args.data_dir, args.limit)
     tokenizer, backbone = load_backbone(args.model)
     config = backbone.config                                        # RoBERTa's first positions are for padding
     longest = config.max_position_embeddings - (config.pad_token_id + 1 if config.model_type == "roberta" else 0)
     if args.max_length > longest:
-        raise InputError(f"argument --max_length: found {args.max_length}, expected ≤ {longest}, the positions of {args.model}")
+        raise InputError(f"--max_length: found {args.max_length}, expected ≤ {longest}, the positions of {args.model}")
     data = task._replace(**{name: encode(tokenizer, getattr(task, name), args.max_length)
                             for name in ("train", "dev", "dev_mismatched") if getattr(task, name)})
     args.batch_size = args.batch_size or max(8, round(len(task.train) / 200))       # about 200 updates an epoch
     in_backbone, in_exit = (sum(p.numel() for p in module.parameters())
                             for module in (backbone, MHAExit(backbone.config.hidden_size, task.num_labels)))
-    print(f"task {args.task}: {len(task.train):,} train, {len(task.dev):,} dev, {task.num_labels} classes"
-          f" · model {model_name(args)}: {in_backbone:,} parameters + exit {in_exit:,} ({100 * in_exit / in_backbone:.2f} %)"
-          f" · batch {args.batch_size}, {args.epochs} epochs, lr {args.lr:g}, λ {args.lam:g}, τ {args.tau:g}"
-          f" · {args.device.type} {args.precision}"
-          f" · torch {torch.__version__}, transformers {transformers.__version__}, datasets {datasets.__version__}", flush=True)
+    print(f"task {args.task}: {len(task.train):,} train, {len(task.dev):,} dev, {task.num_labels} classes",
+          f"model {model_name(args)}: {in_backbone:,} parameters + exit {in_exit:,} ({100 * in_exit / in_backbone:.2f} %)",
+          f"batch {args.batch_size}, {args.epochs} epochs, lr {args.lr:g}, λ {args.lam:g}, τ {args.tau:g}",
+          f"{args.device.type} {args.precision}",
+          ", ".join(f"{module.__name__} {module.__version__}" for module in (torch, transformers, datasets, np)),
+          sep=" · ", flush=True)
     if args.task == "mnli" and not task.dev_mismatched:
         print("note: no dev_mismatched.tsv there, so only the matched half of MNLI's dev set is scored")
     return data
@@ -741,7 +748,8 @@ def score_table(records, threshold=None):
     """
     scores = records[0]["epochs"][-1]["scores"]
     names = ["score"] + [name for name in scores if name not in ("score", "note") and scores[name] != scores["score"]]
-    header = ["method", *names, "best epoch", "over 90° %", *["discarded %"] * (threshold is not None), "minutes", "seeds"]
+    gated = ["discarded %"] * (threshold is not None)
+    header = ["method", *names, "best epoch", "over 90° %", *gated, "minutes", "seeds"]
     rows = []
     for method in dict.fromkeys(record["method"] for record in records):
         runs = [record["epochs"] for record in records if record["method"] == method]
@@ -779,8 +787,9 @@ def angle_figure(path, records, threshold=90.0, gated=()):
         over = angles > threshold
         axis.axhline(threshold, color="black", linewidth=1, label=f"{threshold:g}°")
         axis.scatter(steps[~over], angles[~over], s=4, alpha=0.4, color="tab:blue", label="a batch")
-        axis.scatter(steps[over], angles[over], s=4, alpha=0.6, color="tab:red",
-                     label=f"{'discarded' if method in gated else 'over it'}: {100 * over.mean():.0f} %" if len(over) else None)
+        if over.any():
+            word = "discarded" if method in gated else "over it"
+            axis.scatter(steps[over], angles[over], s=4, alpha=0.6, color="tab:red", label=f"{word}: {100 * over.mean():.0f} %")
         width = min(len(angles), 50)
         if width:
             axis.plot(steps[width - 1:], np.convolve(angles, np.ones(width) / width, "valid"), color="black",
