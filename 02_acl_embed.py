@@ -82,7 +82,7 @@ def train(method, seed, data, args):
                 losses[i] = loss.detach()
                 i, step = i + 1, step + 1
             skipped += apply_update(optimizer, schedule)
-            show(bar, loss=losses[i - 1])
+            show(bar, loss=losses[i - 1], angle=angles[i - 1])
 
         losses, angles = losses.tolist(), angles.cpu()
         seconds = time.perf_counter() - started

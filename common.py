@@ -327,7 +327,7 @@ def toy_tokenizer():
         special_tokens=[(token, vocabulary[token]) for token in ("[CLS]", "[SEP]")])
     return transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]", cls_token="[CLS]", sep_token="[SEP]",
-        model_max_length=128, padding_side="right")
+        model_max_length=128, padding_side="right", model_input_names=["input_ids", "token_type_ids", "attention_mask"])
 
 
 # ----------------------------------------------------------------- 4 Batches
@@ -623,6 +623,8 @@ def evaluate(model, data, args):
     if data.dev_mismatched:
         other = glue_scores(args.task, predict(model, data.dev_mismatched, args), data.dev_mismatched.labels.numpy())
         scores["accuracy_mismatched"] = other["accuracy"]
+    if "note" in scores:
+        print("note:", scores["note"])
     return scores
 
 

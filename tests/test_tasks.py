@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from common import (TASKS, InputError, encode, epoch_batches, load_backbone, load_task, make_batch, read_tsv,
-                    toy_examples, toy_tokenizer)
+from common import (TASKS, TOY_BAD, TOY_GOOD, Example, InputError, encode, epoch_batches, load_backbone, load_task,
+                    make_batch, read_tsv, toy_examples, toy_tokenizer)
 
 SST2, MRPC, COLA, RTE = (TASKS[name] for name in ("sst2", "mrpc", "cola", "rte"))
 MRPC_HEADER = "Quality\t#1 ID\t#2 ID\t#1 String\t#2 String"
@@ -89,7 +89,7 @@ def test_mnli_from_files(tmp_path):
     dev = "index\tsentence1\tsentence2\tlabel1\tlabel2\tgold_label\n0\ta\tb\tneutral\tneutral\tcontradiction\n"
     write(folder, dev, "dev_matched.tsv")
     assert load_task("mnli", tmp_path).dev_mismatched is None
-    write(folder, dev * 1 + "1\tc\td\tneutral\tneutral\tentailment\n", "dev_mismatched.tsv")
+    write(folder, dev + "1\tc\td\tneutral\tneutral\tentailment\n", "dev_mismatched.tsv")
     task = load_task("mnli", tmp_path)
     assert task.num_labels == 3 and task.train[0].label == 1
     assert [example.label for example in task.dev_mismatched] == [2, 0]
@@ -121,7 +121,6 @@ def test_toy():
 
 def test_toy_labels_by_hand():
     """The label of each tier by an independent rule: polarity of the clause that decides."""
-    from common import TOY_BAD, TOY_GOOD
     for example in toy_examples(noise=0)[0]:
         text = example.sentence1
         deciding = text.split(" but ")[1] if " but " in text else text.split(" although ")[0]
@@ -134,7 +133,6 @@ def test_toy_labels_by_hand():
 def test_pairs_truncation_and_padding():
     """A pair is one input with two segments; the longer sentence is cut first; padding is on the right."""
     tokenizer, _ = load_backbone("tiny")
-    from common import Example
     examples = [Example("the " * 30, "film was great", 1), Example("the film", "dull", 0)]
     split = encode(tokenizer, examples, max_length=16)
     assert list(split.lengths) == [16, 6]
@@ -151,7 +149,7 @@ def test_epoch_order_depends_on_seed_and_epoch_only():
 
     def rows(seed, epoch):
         return [micro.tolist() for batch in epoch_batches(split, 40, seed, epoch) for micro in batch]
-    torch.rand(7), np.random.rand(7)
+    np.random.rand(7)
     assert rows(0, 3) == rows(0, 3)
     assert rows(0, 3) != rows(0, 4) and rows(0, 3) != rows(1, 3) and rows(0, 1) != rows(1, 0)
     assert sorted(sum(rows(0, 3), [])) == list(range(300))

@@ -32,6 +32,7 @@ def capture(monkeypatch, script):
         seen["weights"] = [p.detach().clone() for p in parameters]
         return skipped
     monkeypatch.setattr(script, "apply_update", spy)
+    monkeypatch.setattr(script, "evaluate", lambda model, data, args: {"score": 0.0})       # dev doesn't matter there
     return seen
 
 
@@ -60,9 +61,11 @@ def test_no_tensor_is_left_behind(monkeypatch, settings, script, method):
         skipped = apply_update(optimizer, schedule)
         if len(live) in (4, 29):
             gc.collect()
-        live.append(sum(isinstance(thing, torch.Tensor) for thing in gc.get_objects()) if len(live) in (4, 29) else 0)
+        tensors = (thing for thing in gc.get_objects() if type(thing) in (torch.Tensor, nn.Parameter))
+        live.append(len(list(tensors)) if len(live) in (4, 29) else 0)
         return skipped
     monkeypatch.setattr(script, "apply_update", count)
+    monkeypatch.setattr(script, "evaluate", lambda model, data, args: {"score": 0.0})
     script.train(method, 0, data, args)
     assert live[4] == live[29] > 0
 
@@ -118,9 +121,9 @@ def test_gate_closed_is_cross_entropy_and_gate_open_is_acl_embed(monkeypatch, se
         GRAD.train(method, 0, prepare(args), args)
         return torch.cat([w.flatten() for w in seen["weights"]])
     ce, embed = weights("ce", 90.0), weights("acl_embed", 90.0)
-    torch.testing.assert_close(weights("acl", 0.0), ce, rtol=0, atol=1e-5)
-    torch.testing.assert_close(weights("acl", 180.0), embed, rtol=0, atol=1e-5)
-    assert (ce - embed).abs().max() > 1e-4
+    assert (ce - embed).abs().max() > 1e-3
+    torch.testing.assert_close(weights("acl", 0.0), ce, rtol=0, atol=1e-4)      # AdamW magnifies rounding where a
+    torch.testing.assert_close(weights("acl", 180.0), embed, rtol=0, atol=1e-4)     # gradient is almost 0
 
 
 def test_looking_at_the_angle_changes_nothing(monkeypatch, settings):
