@@ -25,10 +25,10 @@ import torch.nn.functional as F
 from torch import nn
 from tqdm import tqdm
 
-from common import (MHAExit, add_gradients, angle_figure, angles_over, apply_update, epoch_batches, evaluate,
-                    gradient_angle, load_backbone, loss_gradients, make_batch, make_optimizer, markdown_table, number,
-                    parse, prepare, run, run_folder, score_table, shared_flags, show, supervised_contrastive_loss,
-                    to_list, write_record)
+from common import (MHAExit, add_gradients, angle_figure, angles_over, apply_update, epoch_batches, epoch_line,
+                    evaluate, gradient_angle, load_backbone, loss_gradients, make_batch, make_optimizer,
+                    markdown_table, mean_loss, number, parse, prepare, run, run_folder, score_table, shared_flags,
+                    show, supervised_contrastive_loss, to_list, write_record)
 
 SCOPES = ("all", "backbone", "exit", "h")
 
@@ -83,13 +83,12 @@ def train(method, seed, data, args):
             skipped += apply_update(optimizer, schedule)
             show(bar, loss=losses[i - 1], angle=angles[i - 1, 0])
 
-        losses, angles = losses.tolist(), angles.cpu()
+        losses, angles = losses.cpu(), angles.cpu()     # waits for the device, so the clock is read after it
         seconds = time.perf_counter() - started
-        record = {"loss": float(np.mean(losses)), "scores": evaluate(model, data, args), "skipped": int(skipped),
+        record = {"loss": mean_loss(losses), "scores": evaluate(model, data, args), "skipped": int(skipped),
                   "angles": {scope: to_list(angles[:, k]) for k, scope in enumerate(SCOPES)}, "seconds": seconds}
         records.append(record)
-        bar.write(f"{method:>6} seed {seed} epoch {epoch + 1}/{args.epochs}: loss {record['loss']:.3f}, "
-                  f"dev {record['scores']['score']:.1f}, {seconds:.0f} s")
+        bar.write(epoch_line(method, seed, args, records))
     bar.close()
     return records
 

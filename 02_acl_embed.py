@@ -19,15 +19,14 @@ a second backward pass, so it is measured on every tenth batch only.
 
 import time
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
 from tqdm import tqdm
 
-from common import (MHAExit, add_gradients, apply_update, epoch_batches, evaluate, gradient_angle, load_backbone,
-                    loss_gradients, make_batch, make_optimizer, number, parse, prepare, run, score_table, shared_flags,
-                    show, supervised_contrastive_loss, to_list, write_record)
+from common import (MHAExit, add_gradients, apply_update, epoch_batches, epoch_line, evaluate, gradient_angle,
+                    load_backbone, loss_gradients, make_batch, make_optimizer, mean_loss, number, parse, prepare, run,
+                    score_table, shared_flags, show, supervised_contrastive_loss, to_list, write_record)
 
 METHODS = ("ce", "scl", "acl_embed")  # NEW
 
@@ -84,13 +83,12 @@ def train(method, seed, data, args):
             skipped += apply_update(optimizer, schedule)
             show(bar, loss=losses[i - 1], angle=angles[i - 1])
 
-        losses, angles = losses.tolist(), angles.cpu()
+        losses, angles = losses.cpu(), angles.cpu()     # waits for the device, so the clock is read after it
         seconds = time.perf_counter() - started
-        record = {"loss": float(np.mean(losses)), "scores": evaluate(model, data, args), "skipped": int(skipped),
+        record = {"loss": mean_loss(losses), "scores": evaluate(model, data, args), "skipped": int(skipped),
                   "angles": {"all": to_list(angles)}, "seconds": seconds}
         records.append(record)
-        bar.write(f"{method:>9} seed {seed} epoch {epoch + 1}/{args.epochs}: loss {record['loss']:.3f}, "
-                  f"dev {record['scores']['score']:.1f}, {seconds:.0f} s")
+        bar.write(epoch_line(method, seed, args, records))
     bar.close()
     return records
 

@@ -41,6 +41,11 @@ GLUE_DEFAULTS = {"model": "bert-base-uncased", "seeds": [0, 1, 2, 3, 4], "epochs
 TOY_DEFAULTS = {"model": "tiny", "seeds": [0], "epochs": 4, "lr": 1.5e-3, "batch_size": 32}
 
 
+def first_line(error):
+    """First line of an exception's message, or its type where it has none."""
+    return (str(error) or type(error).__name__).splitlines()[0]
+
+
 class InputError(ValueError):
     """A mistake the user can mend. `run` prints it as one sentence and exits with code 2."""
 
@@ -111,7 +116,7 @@ def parse(parser):
         args.device = torch.device(args.device or fallback)
         torch.empty(1, device=args.device)
     except (RuntimeError, AssertionError) as error:
-        parser.error(f"argument --device: {args.device} can't be used here: {str(error).splitlines()[0]}")
+        parser.error(f"argument --device: {args.device} can't be used here: {first_line(error)}")
     if args.precision == "auto":
         args.precision = "bf16" if has_native_bf16(args.device) else "fp32"
     return args
@@ -263,7 +268,7 @@ def load_from_hub(flag, load):
     try:
         return load()
     except (OSError, ValueError) as error:
-        raise InputError(f"{flag}: {str(error).splitlines()[0]} ({ways_on})") from None
+        raise InputError(f"{flag}: {first_line(error)} ({ways_on})") from None
 
 
 # ---------------------------------------------------------------- 3 Toy task
@@ -418,7 +423,7 @@ def load_backbone(name, num_layers=None):
         try:
             tokenizer, backbone, info = load()
         except (OSError, ValueError) as error:
-            raise InputError(f"--model {name}: {str(error).splitlines()[0]}") from None
+            raise InputError(f"--model {name}: {first_line(error)}") from None
     else:
         tokenizer, backbone, info = load_from_hub(f"--model {name}", load)
     if info["missing_keys"]:
@@ -623,8 +628,6 @@ def evaluate(model, data, args):
     if data.dev_mismatched:
         other = glue_scores(args.task, predict(model, data.dev_mismatched, args), data.dev_mismatched.labels.numpy())
         scores["accuracy_mismatched"] = other["accuracy"]
-    if "note" in scores:
-        print("note:", scores["note"])
     return scores
 
 
@@ -688,6 +691,23 @@ def show(bar, **values):
     bar.update()
 
 
+def mean_loss(losses):
+    """Mean over the batches whose loss is finite. Raises InputError where none is: nothing is being learnt."""
+    finite = losses[losses.isfinite()]
+    if len(finite) == 0:
+        raise InputError("no batch of this epoch had a finite loss, expected numbers: try a lower --lr or --precision fp32")
+    return finite.mean().item()
+
+
+def epoch_line(method, seed, args, records):
+    """What is printed after an epoch: its loss, score and seconds, and whatever went wrong in it. → str"""
+    record = records[-1]
+    skipped = f", {record['skipped']} updates skipped (inf or nan)" if record["skipped"] else ""
+    note = f" ({record['scores']['note']})" if "note" in record["scores"] else ""
+    return (f"{method:>9} seed {seed} epoch {len(records)}/{args.epochs}: loss {record['loss']:.3f}, "
+            f"dev {record['scores']['score']:.1f}{note}, {record['seconds']:.0f} s{skipped}")
+
+
 def model_name(args):
     """The last two parts of --model: a folder that is just called "model" says little."""
     return "/".join(Path(args.model).parts[-2:])
@@ -748,8 +768,9 @@ def score_table(records, threshold=None):
 
     threshold: the gate's angle; adds the share of batches that method "acl" discarded. → Markdown
     """
-    scores = records[0]["epochs"][-1]["scores"]
-    names = ["score"] + [name for name in scores if name not in ("score", "note") and scores[name] != scores["score"]]
+    last = [record["epochs"][-1]["scores"] for record in records]
+    names = ["score"] + [name for name in last[0] if name not in ("score", "note")      # accuracy, where it is the score
+                         and any(scores[name] != scores["score"] for scores in last)]
     gated = ["discarded %"] * (threshold is not None)
     header = ["method", *names, "best epoch", "over 90° %", *gated, "minutes", "seeds"]
     rows = []

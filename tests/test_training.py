@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from common import (MHAExit, add_gradients, apply_update, epoch_batches, evaluate, glue_scores, load_backbone,
-                    make_batch, make_optimizer, predict, prepare, score_table)
+from common import (InputError, MHAExit, add_gradients, apply_update, epoch_batches, epoch_line, evaluate, glue_scores,
+                    load_backbone, make_batch, make_optimizer, predict, prepare, score_table)
 from conftest import load_script
 
 PILOT, EMBED, GRAD = (load_script(name) for name in ("01_pilot_gradient_angle", "02_acl_embed", "03_acl_grad"))
@@ -201,6 +201,15 @@ def test_non_finite_contrast_is_counted_and_never_kept(monkeypatch, settings, ba
     assert record["skipped"] == 1 and record["angles"]["all"][1] is None
     assert record["angles"]["all"][0] is not None and record["angles"]["all"][2] is not None
     assert all(w.isfinite().all() for w in seen["weights"])
+    assert np.isfinite(record["loss"])
+    assert "1 updates skipped" in epoch_line("acl", 0, args, [record])
+
+
+def test_no_finite_loss_at_all(monkeypatch, settings):
+    args = settings("--limit", "64", "--epochs", "1", angle=90.0)
+    monkeypatch.setattr(GRAD, "supervised_contrastive_loss", lambda h, y, tau: h.sum() * torch.nan)
+    with pytest.raises(InputError, match="finite"):
+        GRAD.train("acl", 0, prepare(args), args)
 
 
 def test_evaluation(settings):
