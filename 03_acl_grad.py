@@ -100,7 +100,7 @@ def train(method, seed, data, args):
 
 
 def discard_table(records, threshold):  # NEW
-    """Per method and epoch the share of batches over the threshold; "acl" discards them, the others don't. → Markdown"""
+    """Per method and epoch the share of batches over the threshold, which only "acl" discards. → Markdown"""
     rows = []
     for method in dict.fromkeys(record["method"] for record in records):
         runs = [record["epochs"] for record in records if record["method"] == method]

@@ -258,7 +258,7 @@ def make_example(texts, label, task, where):
 
 def load_from_hub(flag, load):
     """Calls `load`, with one look beforehand whether the hub answers: its client retries for half a minute."""
-    ways_on = ("use --data_dir and a --model directory, or HF_HUB_OFFLINE=1 with a filled cache, or --task toy")
+    ways_on = "use --data_dir and a --model directory, or HF_HUB_OFFLINE=1 with a filled cache, or --task toy"
     if not huggingface_hub.is_offline_mode():
         try:
             huggingface_hub.get_session().head(huggingface_hub.constants.ENDPOINT, timeout=10)
@@ -673,8 +673,9 @@ def prepare(args):
     args.batch_size = args.batch_size or max(8, round(len(task.train) / 200))       # about 200 updates an epoch
     in_backbone, in_exit = (sum(p.numel() for p in module.parameters())
                             for module in (backbone, MHAExit(backbone.config.hidden_size, task.num_labels)))
+    share = 100 * in_exit / in_backbone
     print(f"task {args.task}: {len(task.train):,} train, {len(task.dev):,} dev, {task.num_labels} classes",
-          f"model {model_name(args)}: {in_backbone:,} parameters + exit {in_exit:,} ({100 * in_exit / in_backbone:.2f} %)",
+          f"model {model_name(args)}: {in_backbone:,} parameters + exit {in_exit:,} ({share:.2f} %)",
           f"batch {args.batch_size}, {args.epochs} epochs, lr {args.lr:g}, λ {args.lam:g}, τ {args.tau:g}",
           f"{args.device.type} {args.precision}",
           ", ".join(f"{module.__name__} {module.__version__}" for module in (torch, transformers, datasets, np)),
@@ -695,7 +696,7 @@ def mean_loss(losses):
     """Mean over the batches whose loss is finite. Raises InputError where none is: nothing is being learnt."""
     finite = losses[losses.isfinite()]
     if len(finite) == 0:
-        raise InputError("no batch of this epoch had a finite loss, expected numbers: try a lower --lr or --precision fp32")
+        raise InputError("no batch of this epoch had a finite loss: try a lower --lr or --precision fp32")
     return finite.mean().item()
 
 
@@ -812,7 +813,8 @@ def angle_figure(path, records, threshold=90.0, gated=()):
         axis.scatter(steps[~over], angles[~over], s=4, alpha=0.4, color="tab:blue", label="a batch")
         if over.any():
             word = "discarded" if method in gated else "over it"
-            axis.scatter(steps[over], angles[over], s=4, alpha=0.6, color="tab:red", label=f"{word}: {100 * over.mean():.0f} %")
+            axis.scatter(steps[over], angles[over], s=4, alpha=0.6, color="tab:red",
+                         label=f"{word}: {100 * over.mean():.0f} %")
         width = min(len(angles), 50)
         if width:
             axis.plot(steps[width - 1:], np.convolve(angles, np.ones(width) / width, "valid"), color="black",

@@ -16,8 +16,9 @@ SCRIPTS = ("01_pilot_gradient_angle", "02_acl_embed", "03_acl_grad")
 
 
 def run_script(name, *flags, **environment):
-    return subprocess.run([sys.executable, str(ROOT / f"{name}.py"), *flags], capture_output=True, text=True, timeout=170,
-                          encoding="utf-8", env={**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONUTF8": "1", **environment})
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONUTF8": "1", **environment}
+    return subprocess.run([sys.executable, str(ROOT / f"{name}.py"), *flags], env=environment, capture_output=True,
+                          encoding="utf-8", timeout=170)
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -51,7 +52,8 @@ def test_help(name):
     (["--epochs", "0"], ["--epochs", "≥ 1"]), (["--seeds", "1", "1"], ["--seeds", "distinct"]),
     (["--angle", "181"], ["--angle", "≤ 180"]), (["--lr", "nan"], ["--lr", "'nan'"]),
     (["--max_length", "129"], ["--max_length", "129", "≤ 128"]), (["--device", "quantum"], ["--device", "quantum"]),
-    (["--task", "rte", "--model", "tiny"], ["--model", "toy"]), (["--task", "rte", "--data_dir", "absent"], ["absent", "RTE"])])
+    (["--task", "rte", "--model", "tiny"], ["--model", "toy"]),
+    (["--task", "rte", "--data_dir", "absent"], ["absent", "RTE"])])
 def test_bad_flag(monkeypatch, capsys, flags, parts):
     """One sentence naming the flag, what was found and what was expected; exit code 2."""
     from common import run

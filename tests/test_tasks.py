@@ -1,4 +1,4 @@
-"""Reading tasks, tokenising, batches: as many examples as lines, text intact, one clear sentence where a line is wrong."""
+"""Tasks, tokenising, batches: as many examples as lines, text intact, one clear sentence where a line is wrong."""
 
 import json
 

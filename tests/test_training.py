@@ -71,7 +71,7 @@ def test_no_tensor_is_left_behind(monkeypatch, settings, script, method):
 
 
 def test_five_micro_batches_three_updates(monkeypatch, settings):
-    """150 rows in batches of 64 are micro-batches of 32, 32, 32, 32 and 22; each update's gradient is its rows' mean."""
+    """150 rows in batches of 64: micro-batches of 32, 32, 32, 32, 22; each update's gradient is its rows' mean."""
     args = settings("--limit", "150", "--batch_size", "64", "--epochs", "2", "--lr", "1e-9", angle=90.0)
     data, seen = prepare(args), capture(monkeypatch, GRAD)
     monkeypatch.setattr(GRAD, "MHAExit", functools.partial(MHAExit, dropout=0.0))
@@ -130,7 +130,8 @@ def test_looking_at_the_angle_changes_nothing(monkeypatch, settings):
     """Two backward passes combined by hand give what one backward pass of the sum gives."""
     gradients = []
     for every in (1, 1000):
-        args, seen = settings("--limit", "128", "--epochs", "1", "--lam", "0.3", angle_every=every), capture(monkeypatch, EMBED)
+        args = settings("--limit", "128", "--epochs", "1", "--lam", "0.3", angle_every=every)
+        seen = capture(monkeypatch, EMBED)
         records = EMBED.train("acl_embed", 0, prepare(args), args)
         gradients.append(torch.cat([g.flatten() for g in seen["gradients"][1] if g is not None]))
     assert records[0]["angles"]["all"][1:] == [None] * 3
