@@ -820,7 +820,7 @@ def angle_figure(path, records, threshold=90.0, gated=()):
             axis.plot(steps[width - 1:], np.convolve(angles, np.ones(width) / width, "valid"), color="black",
                       linestyle=":", label=f"mean of {width}")
         axis.set(title=f"{method}, seed {record['seed']}", xlabel="step", ylim=(0, 180), yticks=range(0, 181, 30))
-        axis.legend(fontsize=7, loc="lower right")
+        axis.legend(fontsize=7, loc="upper right")
     axes[0][0].set_ylabel("angle between the gradients (°)")
     figure.tight_layout()
     figure.savefig(path, dpi=110)
