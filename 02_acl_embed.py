@@ -74,14 +74,14 @@ def train(method, seed, data, args):
                     # Two backward passes through one graph, each loss alone: that shows the angle ...
                     g_ce = loss_gradients(ce, parameters, retain_graph=True)
                     g_contrast = loss_gradients(contrast, parameters)
-                    angles[i] = gradient_angle(g_ce, g_contrast)
+                    angles[i] = angle = gradient_angle(g_ce, g_contrast)
                     add_gradients(parameters, ((1 - lam) * weight, g_ce), (lam * weight, g_contrast))
                 else:
-                    (weight * loss).backward()          # ... and this gives the same gradient in one pass  # NEW
+                    (weight * loss).backward()          # ... and this gives the same gradient in one pass
                 losses[i] = loss.detach()
                 i, step = i + 1, step + 1
             skipped += apply_update(optimizer, schedule)
-            show(bar, loss=losses[i - 1], angle=angles[i - 1])
+            show(bar, loss=losses[i - 1], angle=angle)
 
         losses, angles = losses.cpu(), angles.cpu()     # waits for the device, so the clock is read after it
         seconds = time.perf_counter() - started
@@ -96,7 +96,7 @@ def train(method, seed, data, args):
 def main():
     parser = shared_flags(__doc__)
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS, help="default: all")  # NEW
-    parser.add_argument("--angle_every", type=number(int, 1), default=10,
+    parser.add_argument("--angle_every", type=number(int, 1), default=10,  # NEW
                         help="measure the angle every n steps (default 10)")
     args = parse(parser)
     data = prepare(args)

@@ -13,7 +13,7 @@ for a BERT with one exit, "acl".
     python 03_acl_grad.py --task rte --methods ce scl acl_embed acl        the rows of the paper's Table 1
 
 Prints a line per epoch, then two tables: methods × (dev score, batches in conflict and discarded, minutes), and the
-share of discarded batches per epoch. Draws angle against step, the discarded batches marked.
+share of batches over the gate's angle per epoch. Draws angle against step, the discarded batches marked.
 """
 
 import time
@@ -28,7 +28,7 @@ from common import (MHAExit, add_gradients, angle_figure, angles_over, apply_upd
                     markdown_table, mean_loss, mean_std, number, parse, prepare, run, run_folder, score_table,
                     shared_flags, show, supervised_contrastive_loss, to_list, write_record)
 
-ANGLE_EVERY = 10        # without a gate the angle is only looked at, and a look costs a backward pass
+ANGLE_EVERY = 10        # without a gate the angle is only looked at, and a look costs a backward pass  # NEW
 METHODS = ("ce", "scl", "acl_embed", "acl")  # NEW
 
 
@@ -64,7 +64,7 @@ def train(method, seed, data, args):
                     hidden = backbone(**inputs).last_hidden_state                           # (N, L, d)
                     h, logits = exit_(hidden, inputs["attention_mask"])                     # (N, d_e), (N, K)
                 ce = F.cross_entropy(logits.float(), y)
-                if method in ("acl_embed", "acl"):      # N+K rows: the label embeddings are samples too
+                if method in ("acl_embed", "acl"):      # N+K rows: the label embeddings are samples too  # NEW
                     contrast = supervised_contrastive_loss(
                         torch.cat([h, exit_.label_embeddings]), torch.cat([y, classes]), args.tau)
                 else:
@@ -81,13 +81,13 @@ def train(method, seed, data, args):
                     conflict = (angle > args.angle) & (method == "acl")  # NEW
                     lam_batch = lam * ~conflict  # NEW
                     discarded += conflict  # NEW
-                    add_gradients(parameters, ((1 - lam_batch) * weight, g_ce), (lam_batch * weight, g_contrast))
+                    add_gradients(parameters, ((1 - lam_batch) * weight, g_ce), (lam_batch * weight, g_contrast))  # NEW
                 else:
                     (weight * loss).backward()
                 losses[i] = loss.detach()
                 i, step = i + 1, step + 1
             skipped += apply_update(optimizer, schedule)
-            show(bar, loss=losses[i - 1], angle=angles[i - 1], discarded=discarded / i)  # NEW
+            show(bar, loss=losses[i - 1], angle=angle, discarded=discarded / i)  # NEW
 
         losses, angles = losses.cpu(), angles.cpu()     # waits for the device, so the clock is read after it
         seconds = time.perf_counter() - started

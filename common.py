@@ -80,7 +80,8 @@ def number(kind, low=-math.inf, high=math.inf, above=-math.inf):
 
 def shared_flags(description):
     """The flags that all scripts have. A script adds its own, then calls `parse`."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=description, allow_abbrev=False,      # --angle isn't --angle_every
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--task", default="toy", choices=["toy", *TASKS], help="toy (default) or a GLUE task")
     add("--data_dir", help="folder of the official GLUE download; without it GLUE comes from the hub")
@@ -259,17 +260,20 @@ def make_example(texts, label, task, where):
 def load_from_hub(flag, load):
     """Calls `load`, with one look beforehand whether the hub answers: its client retries for half a minute."""
     ways_on = "use --data_dir and a --model directory, or HF_HUB_OFFLINE=1 with a filled cache, or --task toy"
-    if not huggingface_hub.is_offline_mode():
+    if not huggingface_hub.is_offline_mode() and not load_from_hub.answered:        # asked once per process
         try:
             huggingface_hub.get_session().head(huggingface_hub.constants.ENDPOINT, timeout=10)
         except Exception as error:      # whatever the HTTP library raises: there is no answer
             raise InputError(f"{flag}: {huggingface_hub.constants.ENDPOINT} can't be reached "
                              f"({type(error).__name__}); {ways_on}") from None
+        load_from_hub.answered = True
     try:
         return load()
     except (OSError, ValueError) as error:
         raise InputError(f"{flag}: {first_line(error)} ({ways_on})") from None
 
+
+load_from_hub.answered = False
 
 # ---------------------------------------------------------------- 3 Toy task
 
@@ -739,8 +743,8 @@ def write_record(args, method, seed, epochs):
 
 
 def to_list(angles):
-    """Angles (steps,) → plain list, rounded to 0.001°, None where there is no angle."""
-    return [None if math.isnan(angle) else round(angle, 3) for angle in angles.tolist()]
+    """Angles (steps,) → plain list, rounded to 0.000001°, None where there is no angle."""
+    return [None if math.isnan(angle) else round(angle, 6) for angle in angles.tolist()]
 
 
 def angles_over(angles, threshold=90.0):

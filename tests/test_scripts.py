@@ -50,7 +50,7 @@ def test_help(name):
 @pytest.mark.parametrize("flags, parts", [
     (["--tau", "0"], ["--tau", "'0'", "> 0"]), (["--lam", "1.5"], ["--lam", "'1.5'", "≤ 1"]),
     (["--epochs", "0"], ["--epochs", "≥ 1"]), (["--seeds", "1", "1"], ["--seeds", "distinct"]),
-    (["--angle", "181"], ["--angle", "≤ 180"]), (["--lr", "nan"], ["--lr", "'nan'"]),
+    (["--angl", "80"], ["unrecognized", "--angl"]), (["--angle", "181"], ["--angle", "≤ 180"]), (["--lr", "nan"], ["--lr", "'nan'"]),
     (["--max_length", "129"], ["--max_length", "129", "≤ 128"]), (["--device", "quantum"], ["--device", "quantum"]),
     (["--task", "rte", "--model", "tiny"], ["--model", "toy"]),
     (["--task", "rte", "--data_dir", "absent"], ["absent", "RTE"])])
