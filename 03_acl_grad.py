@@ -94,7 +94,7 @@ def train(method, seed, data, args):
         record = {"loss": mean_loss(losses), "scores": evaluate(model, data, args), "skipped": int(skipped),
                   "angles": {"all": to_list(angles)}, "seconds": seconds}
         records.append(record)
-        bar.write(epoch_line(method, seed, args, records))
+        bar.write(epoch_line(method, seed, args.epochs, records))
     bar.close()
     return records
 

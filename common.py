@@ -8,19 +8,22 @@
   6  Losses         supervised contrastive loss, distillation loss
   7  Gradients      per-loss gradients, their angle, their weighted sum
   8  Optimisation   AdamW, warm-up and decay, one update
-  9  Evaluation     predictions, GLUE scores
- 10  Records        one JSON file per run, tables, figures
+  9  Evaluation     hidden states of a split, predictions, GLUE scores
+ 10  Early exit     layer by layer, samples leave when they are sure; saving and loading
+ 11  Records        one JSON file per run, tables, figures
 
-Letters: N batch size, K classes, L tokens, d backbone width, d_e exit width.
+Letters: N batch size, K classes, L tokens, M layers (and exits), d backbone width, d_e exit width.
 """
 
 import argparse
+import functools
 import hashlib
 import itertools
 import json
 import math
 import os
 import sys
+import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,6 +33,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 import transformers
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
@@ -102,12 +107,26 @@ def shared_flags(description):
     return parser
 
 
+def stage_two_flags(parser):
+    """The flags of the scripts that train exits 1 … M−1 on a frozen backbone."""
+    add = parser.add_argument
+    add("--exit_lr", type=number(float, above=0), nargs="+",
+        help="peak learning rate of stage two (default: --lr); several: stage two once with each")
+    add("--exit_epochs", type=number(int, 1), help="epochs of stage two (default: --epochs)")
+    add("--exit_seeds", type=number(int, 1), default=1,
+        help="repeat stage two with seeds 0 … n−1 on each stage one (default 1)")
+    add("--cache_gb", type=number(float, 0),
+        help="memory for the frozen hidden states (default: a third of what is free); 0: run the backbone every epoch")
+
+
 def parse(parser):
     """Parses the command line, fills in what depends on the task, resolves device and precision."""
     args = parser.parse_args()
     for name, value in (TOY_DEFAULTS if args.task == "toy" else GLUE_DEFAULTS).items():
         if getattr(args, name) is None:
             setattr(args, name, value)
+    if "exit_lr" in args:
+        args.exit_lr, args.exit_epochs = args.exit_lr or [args.lr], args.exit_epochs or args.epochs
     if len(set(args.seeds)) < len(args.seeds):
         parser.error(f"argument --seeds: found {args.seeds}, expected distinct seeds")
     if args.model == "tiny" and args.task != "toy":
@@ -399,16 +418,28 @@ def load_backbone(name, num_layers=None):
 
     name        "tiny" (6 random layers of width 64, drawn from torch's generator), a hub name, or a directory
     num_layers  keep only the first n layers
-    Raises InputError where there is no such model or it is of another family than BERT and RoBERTa.
+    Raises InputError where there is no such model, it is of another family than BERT and RoBERTa, or has fewer layers.
     """
     if name == "tiny":
         tokenizer = toy_tokenizer()
         config = transformers.BertConfig(
-            vocab_size=len(tokenizer), hidden_size=64, num_hidden_layers=num_layers or 6, num_attention_heads=4,
+            vocab_size=len(tokenizer), hidden_size=64, num_hidden_layers=6, num_attention_heads=4,
             intermediate_size=128, max_position_embeddings=128, hidden_dropout_prob=0.0,
             attention_probs_dropout_prob=0.0)       # too small to overfit; dropout would cost a third of its time
-        return tokenizer, transformers.BertModel(config, add_pooling_layer=False)
+        backbone = transformers.BertModel(config, add_pooling_layer=False)
+    else:
+        tokenizer, backbone = load_checkpoint(name)
+    if num_layers is not None:
+        if not 1 <= num_layers <= backbone.config.num_hidden_layers:
+            raise InputError(f"--num_layers: found {num_layers}, expected 1 … {backbone.config.num_hidden_layers}, "
+                             f"the layers of {name}")
+        backbone.encoder.layer = backbone.encoder.layer[:num_layers]
+        backbone.config.num_hidden_layers = num_layers
+    return tokenizer, backbone
 
+
+def load_checkpoint(name):
+    """Loads a BERT or RoBERTa from a directory or the hub, as `load_backbone` describes. → (tokenizer, backbone)"""
     if not Path(name).is_dir() and (name.count("/") > 1 or name.startswith((".", "/", "~"))):
         raise InputError(f"--model {name}: no such directory")
     transformers.utils.logging.disable_progress_bar()
@@ -418,7 +449,6 @@ def load_backbone(name, num_layers=None):
         config = transformers.AutoConfig.from_pretrained(name)
         if config.model_type not in ("bert", "roberta"):
             raise ValueError(f"found a model of type {config.model_type}, expected bert or roberta")
-        config.num_hidden_layers = num_layers or config.num_hidden_layers
         tokenizer = transformers.AutoTokenizer.from_pretrained(name, padding_side="right")
         return tokenizer, *transformers.AutoModel.from_pretrained(
             name, config=config, dtype=torch.float32, add_pooling_layer=False, output_loading_info=True)
@@ -484,6 +514,9 @@ class LinearExit(nn.Module):
         """hidden (N, L, d), mask unused → h (N, d), logits (N, K)."""
         h = hidden[:, 0]
         return h, self.classifier(self.dropout(h))
+
+
+EXITS = {"mha": MHAExit, "linear": LinearExit}
 
 
 def initialise(exit_):
@@ -607,32 +640,136 @@ def apply_update(optimizer, schedule):
 
 # -------------------------------------------------------------- 9 Evaluation
 
-@torch.inference_mode()
-def predict(model, split, args, batch_size=64):
-    """Predicted classes (n,) of one split, in its order; leaves training mode as it found it."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    predictions = torch.empty(len(split.labels), dtype=torch.long, device=args.device)
+class HiddenStates:
+    """The hidden states of layers 1 … M on one split, from a backbone that isn't being trained.
+
+    place None: each call of `batch` runs the backbone. Else the backbone runs here, once, and its states stay on the
+    device `place`, without padding and in the run's precision.
+    """
+
+    def __init__(self, backbone, split, args, place=None):
+        self.backbone, self.split, self.args, self.stored = backbone, split, args, None
+        if place is None:
+            return
+        shape = backbone.config.num_hidden_layers, int(split.lengths.sum()), backbone.config.hidden_size
+        # Allocated outside inference mode: autograd saves an exit's inputs, and refuses inference tensors.
+        stored = torch.empty(shape, dtype=state_dtype(args), device=place)              # (M, all tokens, d)
+        with torch.inference_mode():
+            for rows in batches_by_length(split):
+                hidden, mask, _ = self.batch(rows)
+                tokens = self.token_rows(rows, mask.shape[1])[mask.cpu()].to(place)
+                for layer, states in zip(stored, hidden):
+                    layer[tokens] = states[mask].to(place)
+        self.stored = stored
+
+    def token_rows(self, rows, L):
+        """Where the tokens of the examples `rows` are stored. → (N, L); padding points at others, it is masked."""
+        ends = self.split.lengths.cumsum()
+        starts = torch.from_numpy(ends[rows] - self.split.lengths[rows])
+        return (starts[:, None] + torch.arange(L)).clamp(max=int(ends[-1]) - 1)
+
+    def batch(self, rows):
+        """→ hidden states, M tensors (N, L, d); mask (N, L), True at tokens; labels (N,). None has a gradient."""
+        device = self.args.device
+        if self.stored is None:
+            inputs, y = make_batch(self.split, rows, device)
+            with torch.no_grad(), autocast(self.args):
+                hidden = self.backbone(**inputs, output_hidden_states=True).hidden_states[1:]   # [0] is the embeddings
+            return [states.to(state_dtype(self.args)) for states in hidden], inputs["attention_mask"].bool(), y
+        lengths = torch.from_numpy(self.split.lengths[rows])
+        L = int(lengths.max())
+        mask = torch.arange(L) < lengths[:, None]                                       # (N, L)
+        tokens = self.token_rows(rows, L).flatten().to(self.stored.device)
+        hidden = [layer.index_select(0, tokens).unflatten(0, mask.shape).to(device) for layer in self.stored]
+        return hidden, mask.to(device), self.split.labels[rows].to(device)
+
+
+def hidden_states(backbone, data, args, place=None):
+    """HiddenStates of each split that the task has, by its name. → dict"""
+    return {name: HiddenStates(backbone, split, args, place)
+            for name, split in data._asdict().items() if isinstance(split, Split)}
+
+
+def state_dtype(args):
+    """The type hidden states are stored in: the one that the exits compute in."""
+    return torch.bfloat16 if args.precision == "bf16" else torch.float32
+
+
+def autocast(args):
+    """The run's precision, as a context: bf16 where --precision says so."""
+    return torch.autocast(args.device.type, torch.bfloat16, enabled=args.precision == "bf16")
+
+
+def freeze(backbone, data, args):
+    """Freezes the backbone and stores its hidden states on all splits, if they fit. → dict of HiddenStates
+
+    They go to the device if it has room, else to the host's memory, else nowhere: then each epoch runs the backbone.
+    --cache_gb is the bound, by default a third of what is free. Says what is needed before it starts.
+    """
+    backbone.requires_grad_(False).eval()       # eval: a teacher that drops out would contradict itself
+    tokens = sum(int(split.lengths.sum()) for split in data if isinstance(split, Split))
+    M, d = backbone.config.num_hidden_layers, backbone.config.hidden_size
+    need = tokens * M * d * state_dtype(args).itemsize
+    for place in (args.device, torch.device("cpu"), None):
+        bound = free_bytes(place) / 3 if args.cache_gb is None else args.cache_gb * 1e9
+        if place is None or need <= min(bound, free_bytes(place)):
+            break
+    print(f"hidden states: {tokens:,} tokens × {M} layers × {d} × {state_dtype(args).itemsize} bytes = {need / 1e9:.2f} GB,",
+          f"kept on {place.type}" if place else "over the bound (--cache_gb): the backbone runs in every epoch")
+    return hidden_states(backbone, data, args, place)
+
+
+def free_bytes(place):
+    """Memory free on a device, in bytes; the host's for mps, which shares it."""
+    if place is not None and place.type == "cuda":
+        return torch.cuda.mem_get_info(place)[0]
+    try:
+        available = next(line for line in open("/proc/meminfo") if line.startswith("MemAvailable"))
+        return int(available.split()[1]) * 1024
+    except OSError:                             # not Linux: half of what is built in
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+
+
+def batches_by_length(split, batch_size=64):
+    """All rows of a split in batches, the longest first."""
     order = np.argsort(-split.lengths, kind="stable")
-    for start in range(0, len(order), batch_size):
-        rows = order[start:start + batch_size]
-        inputs, _ = make_batch(split, rows, args.device)
-        with torch.autocast(args.device.type, torch.bfloat16, enabled=args.precision == "bf16"):
-            hidden = model["backbone"](**inputs).last_hidden_state                      # (N, L, d)
-            _, logits = model["exit"](hidden, inputs["attention_mask"])                 # (N, K)
-        predictions[torch.from_numpy(rows)] = logits.argmax(dim=1)
-    for module, mode in modes:
-        module.training = mode
+    return [order[start:start + batch_size] for start in range(0, len(order), batch_size)]
+
+
+@torch.inference_mode()
+def predict(exits, states, batch_size=64):
+    """Predicted classes of the exits on the last len(exits) layers. → numpy (exits, n), rows in the split's order
+
+    states: HiddenStates of the split. Exits and backbone are to be in evaluation mode.
+    """
+    device = states.args.device
+    predictions = torch.empty(len(exits), len(states.split.labels), dtype=torch.long, device=device)
+    for rows in batches_by_length(states.split, batch_size):
+        hidden, mask, _ = states.batch(rows)
+        with autocast(states.args):
+            logits = [exit_(layer, mask)[1] for exit_, layer in zip(exits, hidden[-len(exits):])]
+        predictions[:, torch.from_numpy(rows)] = torch.stack(logits).argmax(dim=2)      # (exits, N, K) → (exits, N)
     return predictions.cpu().numpy()
 
 
-def evaluate(model, data, args):
-    """Scores `model` on dev, as `glue_scores` does; for MNLI the mismatched half too, as "accuracy_mismatched"."""
-    scores = glue_scores(args.task, predict(model, data.dev, args), data.dev.labels.numpy())
-    if data.dev_mismatched:
-        other = glue_scores(args.task, predict(model, data.dev_mismatched, args), data.dev_mismatched.labels.numpy())
-        scores["accuracy_mismatched"] = other["accuracy"]
+def evaluate_exits(exits, states, args):
+    """Scores each exit on dev, as `glue_scores` does; for MNLI the mismatched half too, as "accuracy_mismatched".
+
+    states: dict of HiddenStates, "dev" among them. → one dict per exit. Leaves backbone and exits in evaluation mode.
+    """
+    for module in (states["dev"].backbone, *exits):
+        module.eval()
+    scores = [glue_scores(args.task, p, states["dev"].split.labels) for p in predict(exits, states["dev"])]
+    if "dev_mismatched" in states:
+        mismatched = states["dev_mismatched"]
+        for of_exit, p in zip(scores, predict(exits, mismatched)):
+            of_exit["accuracy_mismatched"] = glue_scores(args.task, p, mismatched.split.labels)["accuracy"]
     return scores
+
+
+def evaluate(model, data, args):
+    """`evaluate_exits` for a model with one exit, on the last layer. → dict of scores"""
+    return evaluate_exits([model["exit"]], hidden_states(model["backbone"], data, args), args)[0]
 
 
 def glue_scores(task, predictions, labels):
@@ -662,7 +799,144 @@ def glue_scores(task, predictions, labels):
     return scores
 
 
-# --------------------------------------------------------------- 10 Records
+# ------------------------------------------------------------ 10 Early exit
+
+# What the sweep tries. A sample leaves at the first exit whose …
+POLICIES = {
+    "entropy": (0.05, 0.1, 0.2, 0.4, 0.6),          # entropy / log K is below it (DeeBERT, FastBERT)
+    "patience": (1, 2, 3, 4),                       # p: prediction is the same for the p+1st time running (PABEE)
+    "confidence": (0.99, 0.95, 0.9, 0.8, 0.7),      # top probability is above it (Shallow-Deep)
+}
+
+
+@torch.inference_mode()
+def early_exit(model, inputs, policy="entropy", threshold=0.2):
+    """Runs layer after layer; a sample whose exit is sure enough leaves, and no later layer computes it.
+
+    model      {"backbone", "exits"} in evaluation mode, as `load_model` returns it
+    inputs     input_ids, attention_mask (N, L) and, for BERT, token_type_ids
+    policy     "entropy": leave where entropy / log K < threshold; "confidence": where the top probability > threshold;
+               "patience": where the prediction is the same for the threshold+1st time running
+    → logits (N, K) of the exit where each sample left, layers (N,) 1 … M that were run for it; in the order of inputs
+    """
+    if policy not in POLICIES:
+        raise ValueError(f"policy must be one of {', '.join(POLICIES)}, found {policy!r}")
+    mask = inputs["attention_mask"].bool()                                              # (N, L)
+    hidden = model["backbone"].embeddings(
+        input_ids=inputs["input_ids"], token_type_ids=inputs.get("token_type_ids"))     # (N, L, d)
+    N, M = len(mask), len(model["exits"])
+    rows = torch.arange(N, device=mask.device)          # where the samples still inside stand in the input
+    previous, streak = rows - N - 1, rows * 0           # no prediction yet
+    for m, (layer, exit_) in enumerate(zip(model["backbone"].encoder.layer, model["exits"]), start=1):
+        hidden = layer(hidden, mask[:, None, None])
+        logits = exit_(hidden, mask)[1].float()         # (samples still inside, K)
+        if m == 1:
+            left, layers = torch.empty_like(logits), torch.full_like(rows, M)
+        prediction = logits.argmax(dim=1)
+        streak = torch.where(prediction == previous, streak + 1, 1)
+        if policy == "entropy":
+            sure = entropy(logits) < threshold
+        elif policy == "confidence":
+            sure = logits.softmax(dim=1).amax(dim=1) > threshold
+        else:
+            sure = streak > threshold
+        stay = (~sure).nonzero()[:, 0] if m < M else rows[:0]       # its size is needed: the one wait per layer
+        left[rows], layers[rows] = logits, m            # overwritten at later layers by the samples that stay
+        if len(stay) == 0:
+            break
+        if len(stay) < len(rows):
+            hidden, mask, rows, prediction, streak = (x[stay] for x in (hidden, mask, rows, prediction, streak))
+        previous = prediction
+    return left, layers
+
+
+def entropy(logits):
+    """Entropy of softmax(logits (N, K)), divided by log K: 0 where all is certain, 1 where nothing is. → (N,)"""
+    log_p = F.log_softmax(logits, dim=1)
+    return -(log_p.exp() * log_p).sum(dim=1) / math.log(logits.shape[1])
+
+
+@torch.inference_mode()
+def full_model(model, inputs):
+    """The model without early exit: the whole backbone, then the last exit alone. → logits (N, K)"""
+    hidden = model["backbone"](**inputs).last_hidden_state
+    return model["exits"][-1](hidden, inputs["attention_mask"])[1].float()
+
+
+def early_exit_sweep(model, split, args, timed=64):
+    """Each policy at each of its thresholds on one split, by layers and by the clock. → list of dicts
+
+    "score" and "layers" (list of n) come from all examples in batches of 32. "batch 32" and "batch 1" are the
+    full model's seconds over the early exit's; at batch 1 on the first `timed` examples only.
+    """
+    model.eval()
+    M, order = len(model["exits"]), np.concatenate(batches_by_length(split))
+    batches = {"batch 32": [make_batch(split, rows, args.device)[0] for rows in batches_by_length(split, 32)],
+               "batch 1": [make_batch(split, [i], args.device)[0] for i in range(min(timed, len(order)))]}
+
+    def seconds(forward, inputs):
+        started = time.perf_counter()
+        with autocast(args):
+            outputs = [forward(model, each) for each in inputs]
+        outputs[-1][0].cpu()                            # waits for the device
+        return time.perf_counter() - started, outputs
+
+    for inputs in batches.values():                     # warm-up
+        seconds(full_model, inputs[:3])
+    sweep = []
+    for policy, thresholds in POLICIES.items():
+        for threshold in thresholds:
+            if policy == "patience" and threshold >= M:
+                continue
+            row = {"policy": policy, "threshold": threshold}
+            for name, inputs in batches.items():
+                # Side by side, so that whatever else the machine does slows both.
+                full, _ = seconds(full_model, inputs)
+                ours, outputs = seconds(functools.partial(early_exit, policy=policy, threshold=threshold), inputs)
+                row[name] = full / ours
+                if name == "batch 32":
+                    logits, layers = (torch.cat(parts).cpu().numpy() for parts in zip(*outputs))
+            back = np.argsort(order)                    # from the order of lengths to the split's
+            row["score"] = glue_scores(args.task, logits.argmax(axis=1)[back], split.labels)["score"]
+            row["layers"] = layers[back].tolist()
+            sweep.append(row)
+    return sweep
+
+
+def save_model(folder, tokenizer, model, settings):
+    """Saves backbone and tokenizer as transformers does, the exits as exits.safetensors, settings as settings.json."""
+    try:
+        model["backbone"].save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        save_file({name: weight.contiguous() for name, weight in model["exits"].state_dict().items()},
+                  Path(folder) / "exits.safetensors")
+        (Path(folder) / "settings.json").write_text(json.dumps(settings, indent=1), encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"{folder}: {first_line(error)}, so the model can't be saved there") from None
+
+
+def load_model(folder):
+    """Loads what `save_model` wrote, onto the CPU, in evaluation mode. → tokenizer, model, settings
+
+    Raises InputError where a file is missing or isn't what it should be.
+    """
+    try:
+        settings = json.loads((Path(folder) / "settings.json").read_text(encoding="utf-8"))
+        weights = load_file(Path(folder) / "exits.safetensors")
+        make_exit, num_labels = EXITS[settings["exit"]], len(settings["label_names"])
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        raise InputError(f"{folder}: not a model that --save wrote ({first_line(error)})") from None
+    tokenizer, backbone = load_backbone(folder)
+    config = backbone.config
+    exits = nn.ModuleList(make_exit(config.hidden_size, num_labels) for _ in range(config.num_hidden_layers))
+    try:
+        exits.load_state_dict(weights)
+    except RuntimeError as error:
+        raise InputError(f"{folder}: exits.safetensors doesn't fit settings.json ({first_line(error)})") from None
+    return tokenizer, nn.ModuleDict({"backbone": backbone, "exits": exits}).eval(), settings
+
+
+# --------------------------------------------------------------- 11 Records
 
 def prepare(args):
     """Loads and tokenises the task, sets the default batch size, prints the first line. → TaskData of Splits"""
@@ -704,13 +978,18 @@ def mean_loss(losses):
     return finite.mean().item()
 
 
-def epoch_line(method, seed, args, records):
-    """What is printed after an epoch: its loss, score and seconds, and whatever went wrong in it. → str"""
+def epoch_line(method, seed, epochs, records):
+    """What is printed after an epoch: its loss, score and seconds, and whatever went wrong in it. → str
+
+    With several exits ("exits" in the record) all their scores, from the first layer to the last.
+    """
     record = records[-1]
+    exits = record.get("exits", [record["scores"]])
+    scores = " ".join(f"{scores['score']:.1f}" for scores in exits)
+    note = next((f" ({scores['note']})" for scores in exits if "note" in scores), "")
     skipped = f", {record['skipped']} updates skipped (inf or nan)" if record["skipped"] else ""
-    note = f" ({record['scores']['note']})" if "note" in record["scores"] else ""
-    return (f"{method:>9} seed {seed} epoch {len(records)}/{args.epochs}: loss {record['loss']:.3f}, "
-            f"dev {record['scores']['score']:.1f}{note}, {record['seconds']:.0f} s{skipped}")
+    return (f"{method:>9} seed {seed} epoch {len(records)}/{epochs}: loss {record['loss']:.3f}, "
+            f"dev {scores}{note}, {record['seconds']:.0f} s{skipped}")
 
 
 def model_name(args):
@@ -718,22 +997,28 @@ def model_name(args):
     return "/".join(Path(args.model).parts[-2:])
 
 
+# Flags that choose which runs are made, not how one is made.
+SELECTIONS = ("out", "seeds", "methods", "strategy", "exit", "num_layers", "exit_seeds", "ablation", "lams", "tsne",
+              "save", "load", "cache_gb")
+
+
 def run_folder(args):
     """Folder of the records of one script, task, model and choice of settings; other settings, other folder."""
-    settings = {name: str(value) for name, value in vars(args).items() if name not in ("out", "seeds", "methods")}
+    settings = {name: str(value) for name, value in vars(args).items() if name not in SELECTIONS}
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
     return Path(args.out) / Path(sys.argv[0]).stem / "-".join([args.task, *Path(args.model).parts[-2:], digest])
 
 
-def write_record(args, method, seed, epochs):
+def write_record(args, method, seed, epochs, **more):
     """Writes one finished run as <folder>/<method>-seed<seed>.json: whole or not at all. → the record, read back
 
     epochs: one dict per epoch, with "loss", "scores", "angles" (scope → degrees per batch, null: no angle or not
-    measured), "skipped" (updates with a gradient that wasn't finite) and "seconds" (training alone).
+    measured), "skipped" (updates with a gradient that wasn't finite) and "seconds" (training alone). With several
+    exits also "exits": one dict of scores per exit. more: whatever else the record is to hold.
     """
     settings = {name: str(value) if isinstance(value, torch.device) else value for name, value in vars(args).items()}
     versions = {module.__name__: module.__version__ for module in (torch, transformers, datasets, np)}
-    record = {"method": method, "seed": seed, "settings": settings, "versions": versions, "epochs": epochs}
+    record = {"method": method, "seed": seed, "settings": settings, "versions": versions, "epochs": epochs, **more}
     path = run_folder(args) / f"{method}-seed{seed}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".tmp")
@@ -797,12 +1082,8 @@ def angle_figure(path, records, threshold=90.0, gated=()):
 
     Methods in `gated` have their discarded batches marked. Without matplotlib it says so and draws nothing.
     """
-    try:
-        import matplotlib
-        matplotlib.use("Agg")
-        import matplotlib.pyplot as plt
-    except ImportError:
-        print("no figure: matplotlib is missing (pip install matplotlib)")
+    plt = pyplot()
+    if plt is None:
         return
     first = {}
     for record in records:
@@ -826,7 +1107,113 @@ def angle_figure(path, records, threshold=90.0, gated=()):
         axis.set(title=f"{method}, seed {record['seed']}", xlabel="step", ylim=(0, 180), yticks=range(0, 181, 30))
         axis.legend(fontsize=7, loc="upper right")
     axes[0][0].set_ylabel("angle between the gradients (°)")
+    save_figure(plt, figure, path)
+
+
+def pyplot():
+    """matplotlib's pyplot, drawing into files; None, and a line that says so, where it isn't installed."""
+    try:
+        import matplotlib
+        matplotlib.use("Agg")
+        import matplotlib.pyplot as plt
+        return plt
+    except ImportError:
+        print("no figure: matplotlib is missing (pip install matplotlib)")
+
+
+def save_figure(plt, figure, path):
+    """Writes a figure as PNG and says where it is."""
     figure.tight_layout()
     figure.savefig(path, dpi=110)
     plt.close(figure)
     print(f"figure: {path}")
+
+
+def by_method(records):
+    """The records in groups of one method, in the order in which the methods first appear. → dict"""
+    groups = {}
+    for record in records:
+        groups.setdefault(record["method"], []).append(record)
+    return groups
+
+
+def exit_scores(records):
+    """Last epoch's scores of one method's runs, (runs, layers), nan where a layer has no exit."""
+    layers = [record["layers"] for record in records]
+    scores = np.full((len(records), max(map(max, layers))), np.nan)
+    for row, record in zip(scores, records):
+        for m, exit_ in zip(record["layers"], record["epochs"][-1]["exits"]):
+            row[m - 1] = exit_["score"]
+    return scores
+
+
+def layer_table(records):
+    """Layer × method: each exit's score in the last epoch, their average, minutes and parameters. → Markdown
+
+    The average is taken over all exits of a run first, then over the runs.
+    """
+    columns = {}
+    for method, runs in by_method(records).items():
+        scores = exit_scores(runs)
+        minutes = {stage: mean_std([sum(e["seconds"] for e in run[stage]) / 60 for run in runs if stage in run], 2)
+                   for stage in ("stage_one", "epochs")}
+        if "stage_one" not in runs[0]:                              # trained in one stage
+            minutes = {"stage_one": minutes["epochs"], "epochs": "–"}
+        share = 100 * runs[0]["parameters"]["exits"] / runs[0]["parameters"]["backbone"]
+        columns[method] = [mean_std(layer[~np.isnan(layer)]) for layer in scores.T]
+        columns[method] += ["–"] * (max(max(r["layers"]) for r in records) - len(columns[method]))
+        average = scores.mean(axis=1) if not np.isnan(scores).any() else []         # a baseline has one exit only
+        columns[method] += [mean_std(average), *minutes.values(), f"{share:.2f}", len(runs)]
+    names = [f"exit {m + 1}" for m in range(len(columns[method]) - 5)]
+    names += ["average", "minutes, stage one", "minutes, stage two", "parameters added %", "runs"]
+    return markdown_table(["score", *columns], zip(names, *columns.values()))
+
+
+def layer_figure(path, records):
+    """Draws score against layer, one curve per method, ± one standard deviation over its runs (paper, Figure 3)."""
+    plt = pyplot()
+    if plt is None:
+        return
+    figure, axis = plt.subplots(figsize=(5.5, 3.8))
+    for method, runs in by_method(records).items():
+        scores = exit_scores(runs)
+        at = np.flatnonzero(~np.isnan(scores[0]))
+        spread = scores.std(axis=0, ddof=1)[at] if len(runs) > 1 else None
+        axis.errorbar(at + 1, scores.mean(axis=0)[at], yerr=spread, marker="o", markersize=4, capsize=2, label=method)
+    axis.set(xlabel="exit on layer", ylabel="dev score, last epoch", xticks=range(1, scores.shape[1] + 1))
+    axis.legend(fontsize=8)
+    save_figure(plt, figure, path)
+
+
+def early_exit_table(sweep, num_layers):
+    """One row per policy and threshold of `early_exit_sweep`. → Markdown"""
+    rows = []
+    for row in sweep:
+        mean = np.mean(row["layers"])
+        rows.append([row["policy"], f"{row['threshold']:g}", f"{row['score']:.1f}", f"{mean:.2f}",
+                     *(f"{ratio:.2f}×" for ratio in (num_layers / mean, row["batch 1"], row["batch 32"]))])
+    return markdown_table(["policy", "threshold", "score", "mean layers", "speed-up by layers", "by the clock, batch 1",
+                           "batch 32"], rows)
+
+
+def early_exit_figure(path, sweep, num_layers):
+    """Left: score against mean layers, a curve per policy. Right: where the examples leave, per policy, at the
+    threshold that comes closest to half of the layers."""
+    plt = pyplot()
+    if plt is None:
+        return
+    figure, (curve, bars) = plt.subplots(1, 2, figsize=(9, 3.6))
+    policies = list(dict.fromkeys(row["policy"] for row in sweep))
+    for i, policy in enumerate(policies):
+        rows = sorted((row for row in sweep if row["policy"] == policy), key=lambda row: np.mean(row["layers"]))
+        curve.plot([np.mean(row["layers"]) for row in rows], [row["score"] for row in rows], marker="o", markersize=4,
+                   label=policy)
+        half = min(rows, key=lambda row: abs(np.mean(row["layers"]) - num_layers / 2))
+        share = 100 * np.bincount(half["layers"], minlength=num_layers + 1)[1:] / len(half["layers"])
+        bars.bar(np.arange(1, num_layers + 1) + 0.27 * (i - (len(policies) - 1) / 2), share, 0.25,
+                 label=f"{policy} {half['threshold']:g}")
+    curve.set(xlabel="mean layers run", ylabel="dev score")
+    bars.set(xlabel="exit on layer", ylabel="examples that leave there (%)", xticks=range(1, num_layers + 1))
+    for axis in (curve, bars):
+        axis.legend(fontsize=8)
+    save_figure(plt, figure, path)

@@ -203,7 +203,7 @@ def test_non_finite_contrast_is_counted_and_never_kept(monkeypatch, settings, ba
     assert record["angles"]["all"][0] is not None and record["angles"]["all"][2] is not None
     assert all(w.isfinite().all() for w in seen["weights"])
     assert np.isfinite(record["loss"])
-    assert "1 updates skipped" in epoch_line("acl", 0, args, [record])
+    assert "1 updates skipped" in epoch_line("acl", 0, args.epochs, [record])
 
 
 def test_no_finite_loss_at_all(monkeypatch, settings):

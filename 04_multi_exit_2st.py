@@ -1,0 +1,191 @@
+"""Multi-exit BERT: an exit on every layer, so that easy samples can leave early.
+
+The last exit is trained with the backbone, as in scripts 01–03. Two-stage training (2ST) then freezes both and trains the
+exits on all layers below, with the last exit as their teacher. The frozen backbone runs once: its hidden states are
+kept, and an epoch of stage two costs seconds. Joint training (JT) and alternating training (ALT) stand beside it.
+
+    2ST, stage one:  L = L_ce^M                                              backbone and exit M   (paper §3.3)
+    2ST, stage two:  L^m = L_ce^m + KL(softmax(logits^M/T) ‖ softmax(logits^m/T))·T²     each exit m < M alone, T = 1
+    JT:              L = Σ_m L_ce^m                                          everything together
+    ALT:             L_ce^M in one epoch, Σ_m L_ce^m in the next             everything together   (App. B)
+
+    python 04_multi_exit_2st.py                                      toy task, under 2 minutes on two CPU cores
+    python 04_multi_exit_2st.py --strategy 2st jt alt --exit mha linear
+    python 04_multi_exit_2st.py --num_layers 3                       beside it: the first 3 layers with one exit on top
+    python 04_multi_exit_2st.py --task rte --exit_lr 5e-4 --exit_seeds 5
+
+Prints a line per epoch with the dev score of every exit, then layer × score for each way of training, and for each
+trained model what early exiting makes of it. Draws score against layer, and score against mean layers run.
+"""
+
+import time
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from tqdm import tqdm
+
+from common import (EXITS, apply_update, autocast, distillation_loss, early_exit_figure, early_exit_sweep,
+                    early_exit_table, epoch_batches, epoch_line, evaluate_exits, freeze, hidden_states, layer_figure,
+                    layer_table, load_backbone, make_batch, make_optimizer, mean_loss, number, parse, prepare, run,
+                    run_folder, shared_flags, show, stage_two_flags, write_record)
+
+STRATEGIES = ("2st", "jt", "alt")
+
+
+def train_backbone(strategy, kind, seed, data, args, num_layers=None):
+    """Trains backbone and last exit ("2st": its stage one), or with them all other exits ("jt", "alt").
+
+    kind: of the exits, a key of EXITS. num_layers: use the first n layers only.
+    → model {"backbone", "exits"}, one dict per epoch for the record
+    """
+    # N batch size, L tokens, M layers, d backbone width, d_e exit width, K classes
+    torch.manual_seed(seed)
+    _, backbone = load_backbone(args.model, num_layers)
+    M = backbone.config.num_hidden_layers
+    exits = nn.ModuleList(EXITS[kind](backbone.config.hidden_size, data.num_labels)
+                          for _ in range(1 if strategy == "2st" else M))            # exits[-1] reads layer M
+    model = nn.ModuleDict({"backbone": backbone, "exits": exits}).to(args.device)
+    states = hidden_states(backbone, data, args)        # for evaluation; nothing is kept while the backbone changes
+
+    num_updates = args.epochs * len(epoch_batches(data.train, args.batch_size, seed, 0))
+    optimizer, schedule = make_optimizer(model, args.lr, num_updates)
+    bar = tqdm(total=num_updates, desc=f"{strategy} seed {seed}", disable=None, leave=False)
+    update, records = 0, []
+    for epoch in range(args.epochs):
+        started = time.perf_counter()
+        batches = epoch_batches(data.train, args.batch_size, seed, epoch)
+        losses, skipped = torch.zeros(sum(map(len, batches)), device=args.device), torch.zeros((), device=args.device)
+        i = 0
+        model.train()
+        for batch in batches:                           # one update
+            turn = epoch if args.alternate == "epoch" else update
+            joint = strategy == "jt" or (strategy == "alt" and turn % 2 == 1)
+            trained = list(exits) if joint else [exits[-1]]
+            for rows in batch:                          # one micro-batch
+                inputs, y = make_batch(data.train, rows, args.device)                       # (N, L) each, (N,)
+                with autocast(args):
+                    hidden = backbone(**inputs, output_hidden_states=True).hidden_states    # M+1 times (N, L, d)
+                    logits = [exit_(layer, inputs["attention_mask"])[1]                     # (N, K) each
+                              for exit_, layer in zip(trained, hidden[-len(trained):])]     # exit m reads hidden[m]
+                loss = sum(F.cross_entropy(each.float(), y) for each in logits)
+                (len(rows) / sum(map(len, batch)) * loss).backward()
+                losses[i] = loss.detach()
+                i += 1
+            skipped += apply_update(optimizer, schedule)
+            update += 1
+            show(bar, loss=losses[i - 1])
+
+        losses = losses.cpu()                           # waits for the device, so the clock is read after it
+        seconds = time.perf_counter() - started
+        scores = evaluate_exits(exits, states, args)
+        records.append({"loss": mean_loss(losses), "scores": scores[-1], "exits": scores, "skipped": int(skipped),
+                        "seconds": seconds})
+        turn = {"2st": "stage one", "jt": "all exits"}.get(
+            strategy, "every 2nd update all exits" if args.alternate == "step" else "all exits" if joint else "last exit")
+        bar.write(epoch_line(strategy, seed, args.epochs, records) + f" ({turn})")
+    bar.close()
+    return model, records
+
+
+def train_exits(model, kind, seed, exit_lr, states, args):
+    """Stage two: trains exits 1 … M−1 on the frozen backbone, the last exit being their teacher.
+
+    They share nothing that is trained, so one pass over the data trains all of them, each with its own loss, its own
+    clipping and its own optimiser. states: what `freeze` returns.
+    → model with M exits, one dict per epoch for the record
+    """
+    torch.manual_seed(seed)
+    teacher = model["exits"][-1].requires_grad_(False)
+    config, K, train = model["backbone"].config, teacher.classifier.out_features, states["train"].split
+    students = nn.ModuleList(EXITS[kind](config.hidden_size, K) for _ in range(config.num_hidden_layers - 1))
+    exits = nn.ModuleList([*students.to(args.device), teacher])
+
+    num_updates = args.exit_epochs * len(epoch_batches(train, args.batch_size, seed, 0))
+    optimizers = [make_optimizer(exit_, exit_lr, num_updates) for exit_ in students]
+    bar = tqdm(total=num_updates, desc=f"stage two, seed {seed}", disable=None, leave=False)
+    records = []
+    for epoch in range(args.exit_epochs):
+        started = time.perf_counter()
+        batches = epoch_batches(train, args.batch_size, seed, epoch)
+        losses, skipped = torch.zeros(sum(map(len, batches)), device=args.device), torch.zeros((), device=args.device)
+        i = 0
+        teacher.eval()
+        students.train()
+        for batch in batches:
+            for rows in batch:
+                hidden, mask, y = states["train"].batch(rows)           # layers 1 … M: (N, L, d) each, (N, L), (N,)
+                with autocast(args):
+                    with torch.no_grad():                               # the teacher is a constant
+                        _, logits_M = teacher(hidden[-1], mask)
+                    logits = [exit_(layer, mask)[1] for exit_, layer in zip(students, hidden)]      # (N, K) each
+                loss = sum(F.cross_entropy(each.float(), y) + distillation_loss(each, logits_M, 1.0) for each in logits)
+                (len(rows) / sum(map(len, batch)) * loss).backward()    # no exit reaches another's parameters
+                losses[i] = loss.detach()
+                i += 1
+            for optimizer, schedule in optimizers:
+                skipped += apply_update(optimizer, schedule)
+            show(bar, loss=losses[i - 1])
+
+        losses = losses.cpu()
+        seconds = time.perf_counter() - started
+        scores = evaluate_exits(exits, states, args)
+        records.append({"loss": mean_loss(losses), "scores": scores[-1], "exits": scores, "skipped": int(skipped),
+                        "seconds": seconds})
+        bar.write(epoch_line("exits", seed, args.exit_epochs, records))
+    bar.close()
+    return nn.ModuleDict({"backbone": model["backbone"], "exits": exits}), records
+
+
+def count(model):
+    """Parameters of backbone and exits, and the layers that have one, for the record."""
+    numbers = {name: sum(p.numel() for p in module.parameters()) for name, module in model.items()}
+    M = model["backbone"].config.num_hidden_layers
+    return {"parameters": numbers, "layers": list(range(M - len(model["exits"]) + 1, M + 1))}
+
+
+def main():
+    parser = shared_flags(__doc__)
+    add = parser.add_argument
+    add("--strategy", nargs="+", choices=STRATEGIES, default=["2st"], help="default: 2st")
+    add("--exit", nargs="+", choices=list(EXITS), default=["mha"], help="kind of exit (default: mha)")
+    add("--alternate", choices=["epoch", "step"], default="epoch", help="alt: what alternates (default epoch, as the paper)")
+    add("--num_layers", type=number(int, 1), help="also fine-tune the first n layers with one exit on top")
+    stage_two_flags(parser)
+    args = parse(parser)
+    data = prepare(args)
+
+    records, sweeps = [], {}
+
+    def finished(name, seed, model, epochs, **more):
+        records.append(write_record(args, name, seed, epochs, **count(model), **more))
+        if name not in sweeps and len(model["exits"]) > 1:
+            sweeps[name] = early_exit_sweep(model, data.dev, args)
+
+    for kind in dict.fromkeys(args.exit):
+        for seed in args.seeds:
+            for strategy in dict.fromkeys(args.strategy):
+                model, epochs = train_backbone(strategy, kind, seed, data, args)
+                if strategy != "2st":
+                    finished(f"{strategy}-{kind}", seed, model, epochs)
+                    continue
+                states = freeze(model["backbone"], data, args)          # once for all runs of stage two
+                for exit_lr in args.exit_lr:
+                    for exit_seed in range(args.exit_seeds):
+                        trained, exit_epochs = train_exits(model, kind, exit_seed, exit_lr, states, args)
+                        name = f"2st-{kind}" + f"-{exit_lr:g}" * (len(args.exit_lr) > 1)
+                        finished(name, f"{seed}.{exit_seed}", trained, exit_epochs, stage_one=epochs)
+            if args.num_layers:
+                model, epochs = train_backbone("2st", kind, seed, data, args, args.num_layers)
+                finished(f"first{args.num_layers}-{kind}", seed, model, epochs)
+
+    print("\n" + layer_table(records) + "\n")
+    layer_figure(run_folder(args) / "layers.png", records)
+    for name, sweep in sweeps.items():
+        M = max(records[0]["layers"])
+        print(f"\nEarly exit, {name}, first run:\n\n" + early_exit_table(sweep, M) + "\n")
+        early_exit_figure(run_folder(args) / f"early_exit-{name}.png", sweep, M)
+
+
+if __name__ == "__main__":
+    run(main)
