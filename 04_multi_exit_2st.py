@@ -155,12 +155,12 @@ def main():
     args = parse(parser)
     data = prepare(args)
 
-    records, sweeps = [], {}
+    records, sweeps = [], {}                # the first run of each way of training is tried with early exit
 
     def finished(name, seed, model, epochs, **more):
-        records.append(write_record(args, name, seed, epochs, **count(model), **more))
         if name not in sweeps and len(model["exits"]) > 1:
-            sweeps[name] = early_exit_sweep(model, data.dev, args)
+            more["early_exit"] = sweeps[name] = early_exit_sweep(model, data.dev, args)
+        records.append(write_record(args, name, seed, epochs, **count(model), **more))
 
     for kind in dict.fromkeys(args.exit):
         for seed in args.seeds:
@@ -182,7 +182,7 @@ def main():
     print("\n" + layer_table(records) + "\n")
     layer_figure(run_folder(args) / "layers.png", records)
     for name, sweep in sweeps.items():
-        M = max(records[0]["layers"])
+        M = max(max(record["layers"]) for record in records)
         print(f"\nEarly exit, {name}, first run:\n\n" + early_exit_table(sweep, M) + "\n")
         early_exit_figure(run_folder(args) / f"early_exit-{name}.png", sweep, M)
 

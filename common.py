@@ -867,7 +867,8 @@ def early_exit_sweep(model, split, args, timed=64):
     """Each policy at each of its thresholds on one split, by layers and by the clock. → list of dicts
 
     "score" and "layers" (list of n) come from all examples in batches of 32. "batch 32" and "batch 1" are the
-    full model's seconds over the early exit's; at batch 1 on the first `timed` examples only.
+    full model's seconds over the early exit's; at batch 1 on the first `timed` examples only. The full model runs
+    anew for each policy, so that whatever else the machine does slows both.
     """
     model.eval()
     M, order = len(model["exits"]), np.concatenate(batches_by_length(split))
@@ -885,15 +886,14 @@ def early_exit_sweep(model, split, args, timed=64):
         seconds(full_model, inputs[:3])
     sweep = []
     for policy, thresholds in POLICIES.items():
+        full = {name: seconds(full_model, inputs)[0] for name, inputs in batches.items()}
         for threshold in thresholds:
             if policy == "patience" and threshold >= M:
                 continue
             row = {"policy": policy, "threshold": threshold}
             for name, inputs in batches.items():
-                # Side by side, so that whatever else the machine does slows both.
-                full, _ = seconds(full_model, inputs)
                 ours, outputs = seconds(functools.partial(early_exit, policy=policy, threshold=threshold), inputs)
-                row[name] = full / ours
+                row[name] = full[name] / ours
                 if name == "batch 32":
                     logits, layers = (torch.cat(parts).cpu().numpy() for parts in zip(*outputs))
             back = np.argsort(order)                    # from the order of lengths to the split's
