@@ -25,10 +25,10 @@ import torch.nn.functional as F
 from torch import nn
 from tqdm import tqdm
 
-from common import (EXITS, apply_update, autocast, distillation_loss, early_exit_figure, early_exit_sweep,
-                    early_exit_table, epoch_batches, epoch_line, evaluate_exits, freeze, hidden_states, layer_figure,
-                    layer_table, load_backbone, make_batch, make_optimizer, mean_loss, number, parse, prepare, run,
-                    run_folder, shared_flags, show, stage_two_flags, write_record)
+from common import (EXITS, apply_update, autocast, by_method, distillation_loss, early_exit_sweep, epoch_batches,
+                    epoch_line, evaluate_exits, exit_facts, freeze, hidden_states, load_backbone, make_batch,
+                    make_optimizer, mean_loss, number, parse, prepare, report_exits, run, run_folder, shared_flags,
+                    show, stage_two_flags, write_record)
 
 STRATEGIES = ("2st", "jt", "alt")
 
@@ -137,13 +137,6 @@ def train_exits(model, kind, seed, exit_lr, states, args):
     return nn.ModuleDict({"backbone": model["backbone"], "exits": exits}), records
 
 
-def count(model):
-    """Parameters of backbone and exits, and the layers that have one, for the record."""
-    numbers = {name: sum(p.numel() for p in module.parameters()) for name, module in model.items()}
-    M = model["backbone"].config.num_hidden_layers
-    return {"parameters": numbers, "layers": list(range(M - len(model["exits"]) + 1, M + 1))}
-
-
 def main():
     parser = shared_flags(__doc__)
     add = parser.add_argument
@@ -155,12 +148,12 @@ def main():
     args = parse(parser)
     data = prepare(args)
 
-    records, sweeps = [], {}                # the first run of each way of training is tried with early exit
+    records = []
 
-    def finished(name, seed, model, epochs, **more):
-        if name not in sweeps and len(model["exits"]) > 1:
-            more["early_exit"] = sweeps[name] = early_exit_sweep(model, data.dev, args)
-        records.append(write_record(args, name, seed, epochs, **count(model), **more))
+    def finished(method, seed, model, epochs, **more):
+        if len(model["exits"]) > 1 and method not in by_method(records):            # the first run of each method
+            more["early_exit"] = early_exit_sweep(model, data.dev, args)
+        records.append(write_record(args, method, seed, epochs, **exit_facts(model), **more))
 
     for kind in dict.fromkeys(args.exit):
         for seed in args.seeds:
@@ -173,18 +166,12 @@ def main():
                 for exit_lr in args.exit_lr:
                     for exit_seed in range(args.exit_seeds):
                         trained, exit_epochs = train_exits(model, kind, exit_seed, exit_lr, states, args)
-                        name = f"2st-{kind}" + f"-{exit_lr:g}" * (len(args.exit_lr) > 1)
-                        finished(name, f"{seed}.{exit_seed}", trained, exit_epochs, stage_one=epochs)
+                        method = f"2st-{kind}" + f"-{exit_lr:g}" * (len(args.exit_lr) > 1)
+                        finished(method, f"{seed}.{exit_seed}", trained, exit_epochs, stage_one=epochs)
             if args.num_layers:
                 model, epochs = train_backbone("2st", kind, seed, data, args, args.num_layers)
                 finished(f"first{args.num_layers}-{kind}", seed, model, epochs)
-
-    print("\n" + layer_table(records) + "\n")
-    layer_figure(run_folder(args) / "layers.png", records)
-    for name, sweep in sweeps.items():
-        M = max(max(record["layers"]) for record in records)
-        print(f"\nEarly exit, {name}, first run:\n\n" + early_exit_table(sweep, M) + "\n")
-        early_exit_figure(run_folder(args) / f"early_exit-{name}.png", sweep, M)
+    report_exits(run_folder(args), records)
 
 
 if __name__ == "__main__":

@@ -417,8 +417,8 @@ def load_backbone(name, num_layers=None):
     """Loads tokenizer and encoder, in float32 and without a pooler. → (tokenizer, backbone)
 
     name        "tiny" (6 random layers of width 64, drawn from torch's generator), a hub name, or a directory
-    num_layers  keep only the first n layers
-    Raises InputError where there is no such model, it is of another family than BERT and RoBERTa, or has fewer layers.
+    num_layers  keep only the first n layers (all, where there are no more)
+    Raises InputError where there is no such model or it is of another family than BERT and RoBERTa.
     """
     if name == "tiny":
         tokenizer = toy_tokenizer()
@@ -430,11 +430,8 @@ def load_backbone(name, num_layers=None):
     else:
         tokenizer, backbone = load_checkpoint(name)
     if num_layers is not None:
-        if not 1 <= num_layers <= backbone.config.num_hidden_layers:
-            raise InputError(f"--num_layers: found {num_layers}, expected 1 … {backbone.config.num_hidden_layers}, "
-                             f"the layers of {name}")
         backbone.encoder.layer = backbone.encoder.layer[:num_layers]
-        backbone.config.num_hidden_layers = num_layers
+        backbone.config.num_hidden_layers = len(backbone.encoder.layer)
     return tokenizer, backbone
 
 
@@ -958,6 +955,10 @@ def prepare(args):
           f"{args.device.type} {args.precision}",
           ", ".join(f"{module.__name__} {module.__version__}" for module in (torch, transformers, datasets, np)),
           sep=" · ", flush=True)
+    for flag in ("num_layers", "tsne"):
+        if not 1 <= (getattr(args, flag, None) or 1) <= config.num_hidden_layers:
+            raise InputError(f"--{flag}: found {getattr(args, flag)}, expected 1 … {config.num_hidden_layers}, "
+                             f"the layers of {args.model}")
     if args.task == "mnli" and not task.dev_mismatched:
         print("note: no dev_mismatched.tsv there, so only the matched half of MNLI's dev set is scored")
     return data
@@ -1025,6 +1026,13 @@ def write_record(args, method, seed, epochs, **more):
     temporary.write_text(json.dumps(record, allow_nan=False), encoding="utf-8")
     os.replace(temporary, path)
     return json.loads(path.read_text(encoding="utf-8"))
+
+
+def exit_facts(model):
+    """What the record of a multi-exit model holds besides its epochs: layers with an exit, numbers of parameters."""
+    M = model["backbone"].config.num_hidden_layers
+    return {"layers": list(range(M - len(model["exits"]) + 1, M + 1)),
+            "parameters": {name: sum(p.numel() for p in module.parameters()) for name, module in model.items()}}
 
 
 def to_list(angles):
@@ -1185,6 +1193,18 @@ def layer_figure(path, records):
     save_figure(plt, figure, path)
 
 
+def report_exits(folder, records):
+    """What 04 and 05 print and draw in the end: layer × score, and early exit where a record has a sweep of it."""
+    print("\n" + layer_table(records) + "\n")
+    layer_figure(folder / "layers.png", records)
+    for record in records:
+        if "early_exit" in record:
+            M = len(record["layers"])
+            print(f"\nEarly exit, {record['method']}, seed {record['seed']}:\n")
+            print(early_exit_table(record["early_exit"], M) + "\n")
+            early_exit_figure(folder / f"early_exit-{record['method']}.png", record["early_exit"], M)
+
+
 def early_exit_table(sweep, num_layers):
     """One row per policy and threshold of `early_exit_sweep`. → Markdown"""
     rows = []
@@ -1216,4 +1236,45 @@ def early_exit_figure(path, sweep, num_layers):
     bars.set(xlabel="exit on layer", ylabel="examples that leave there (%)", xticks=range(1, num_layers + 1))
     for axis in (curve, bars):
         axis.legend(fontsize=8)
+    save_figure(plt, figure, path)
+
+
+def tsne_figure(path, models, layer, split, args, most=2000):
+    """Draws exit `layer`'s representations of the first `most` examples and its label embeddings (paper, Figure 6).
+
+    models: name → model, a panel each. t-SNE on cosine distance, as the losses compare them. Says so where there are
+    too few points for t-SNE, or scikit-learn or matplotlib is missing.
+    """
+    plt = pyplot()
+    if plt is None:
+        return
+    try:
+        from sklearn.manifold import TSNE
+    except ImportError:
+        print("no t-SNE: scikit-learn is missing (pip install scikit-learn)")
+        return
+    n = min(most, len(split.labels))
+    K = len(next(iter(models.values()))["exits"][0].label_embeddings)
+    perplexity = min(30, (n + K - 1) // 3)              # of its order are the neighbours that t-SNE looks at
+    if perplexity < 2:
+        print(f"no t-SNE: found {n} examples and {K} label embeddings, expected at least 7 points together")
+        return
+    figure, axes = plt.subplots(1, len(models), figsize=(4.5 * len(models), 4), squeeze=False)
+    for axis, (name, model) in zip(axes[0], models.items()):
+        model.eval()
+        exit_, h = model["exits"][layer - 1], None
+        states = HiddenStates(model["backbone"], split, args)
+        with torch.inference_mode():
+            for rows in np.array_split(np.arange(n), math.ceil(n / 64)):
+                hidden, mask, _ = states.batch(rows)
+                part = exit_(hidden[layer - 1].float(), mask)[0]                        # (N, d_e)
+                h = part if h is None else torch.cat([h, part])
+        points = torch.cat([h, exit_.label_embeddings.detach()]).cpu().numpy()
+        at = TSNE(metric="cosine", init="random", perplexity=perplexity, random_state=0).fit_transform(points)
+        y = split.labels[:n].numpy()
+        for k in range(K):
+            axis.scatter(*at[:n][y == k].T, s=6, alpha=0.5, color=f"C{k}", label=f"class {k}")
+            axis.scatter(*at[n + k], s=160, marker="*", color=f"C{k}", edgecolor="black", label=f"l of class {k}")
+        axis.set(title=f"{name}, exit {layer}", xticks=[], yticks=[])
+        axis.legend(fontsize=7)
     save_figure(plt, figure, path)

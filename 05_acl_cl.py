@@ -1,0 +1,312 @@
+"""Idea 3, ACL-CL: the last exit teaches the shallow ones, in the contrastive batch too.
+
+Stage one is script 03's ACL. In stage two an exit contrasts not only its own samples and label embeddings but, beside
+them, the frozen last exit's: they show it where each class should lie. Its gate is its own: where the contrastive
+gradient opposes that of the main loss, over the parameters of this exit, the term is dropped for this exit.
+
+    main^m  = L_ce^m + KL(softmax(logits^M/T) ‖ softmax(logits^m/T))·T²                  T = 1     (paper §3.3)
+    acl_cl^m = L_scl on 2N+2K rows (h^m, l^m, h^M, l^M), labels (y, 1…K, y, 1…K)                   (§4.4)
+    λ^m = 0 if γ(∇main^m, ∇acl_cl^m) > 90° else λ
+    L^m = (1−λ^m)·main^m + λ^m·acl_cl^m                                    each exit m < M alone
+
+    python 05_acl_cl.py                                  toy task, about 2 minutes on two CPU cores
+    python 05_acl_cl.py --ablation                       what each part is worth (paper §5.6)
+    python 05_acl_cl.py --lams 0.005 0.01 0.02 0.1 0.5 1.0       ACL against CE+SCL over λ (Table 3)
+    python 05_acl_cl.py --tsne 1                         exit 1's representations, without and with ACL (Figure 6)
+    python 05_acl_cl.py --save my_model                  and then: python 05_acl_cl.py --load my_model
+    python 05_acl_cl.py --task rte --exit_lr 5e-4 --exit_seeds 5
+
+Prints a line per epoch with the dev score of every exit, then layer × score beside vanilla 2ST, the share of batches
+each exit's gate dropped, and the early-exit table. Draws score against layer, and score against mean layers run.
+"""
+
+import itertools
+import time
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from tqdm import tqdm
+
+from common import (InputError, MHAExit, add_gradients, angles_over, apply_update, autocast, by_method,
+                    distillation_loss, early_exit_sweep, early_exit_table, epoch_batches, epoch_line, evaluate_exits,
+                    exit_facts, exit_scores, freeze, gradient_angle, hidden_states, load_backbone, load_model,
+                    loss_gradients, make_batch, make_optimizer, markdown_table, mean_loss, mean_std, number, parse,
+                    prepare, report_exits, run, run_folder, save_model, shared_flags, show, stage_two_flags,
+                    supervised_contrastive_loss, to_list, tsne_figure, write_record)
+
+
+class Variant(NamedTuple):  # NEW
+    stage_one: str              # "ce", "scl" or "acl", what backbone and last exit are trained with
+    contrast: str | None        # rows of the contrastive term in stage two, see `contrastive_term`
+    gate: bool                  # per exit, in stage two
+    meaning: str
+
+
+# The ladder: each row keeps the changes of those before it.
+LADDER = {  # NEW
+    "acl-cl": Variant("acl", "acl_cl", True, "the full method"),
+    "a": Variant("ce", "acl_cl", True, "stage one: cross-entropy alone"),
+    "b": Variant("ce", "acl_embed", True, "… the last exit gives soft targets only: ACL-Embed per exit"),
+    "c": Variant("ce", "acl_embed", False, "… no gate"),
+    "d": Variant("ce", "scl", False, "… no label embeddings: SCL per exit"),
+    "2st": Variant("ce", None, False, "… no contrastive term: vanilla 2ST (e)"),
+}
+
+
+def contrastive_term(kind, h, l, h_M, l_M, y, tau):  # NEW
+    """One exit's contrastive loss, on N rows ("scl"), N+K ("acl_embed") or 2N+2K ("acl_cl"). → scalar
+
+    h, h_M (N, d_e) and l, l_M (K, d_e): representations and label embeddings of this exit and of the last; y (N,).
+    """
+    classes = torch.arange(len(l), device=y.device)
+    rows, labels = {"scl": ([h], [y]),
+                    "acl_embed": ([h, l], [y, classes]),
+                    "acl_cl": ([h, l, h_M.detach(), l_M.detach()], [y, classes, y, classes])}[kind]
+    return supervised_contrastive_loss(torch.cat(rows), torch.cat(labels), tau)
+
+
+def train_backbone(method, lam, seed, data, args):
+    """Stage one: backbone and last exit, with "ce", "scl" or "acl" as in script 03.
+
+    → model {"backbone", "exits"} with its one exit, one dict per epoch for the record
+    """
+    # N batch size, L tokens, M layers, d backbone width, d_e exit width, K classes
+    torch.manual_seed(seed)
+    _, backbone = load_backbone(args.model)
+    exits = nn.ModuleList([MHAExit(backbone.config.hidden_size, data.num_labels)])
+    exit_ = exits[0]
+    model = nn.ModuleDict({"backbone": backbone, "exits": exits}).to(args.device)
+    parameters = list(model.parameters())
+    classes = torch.arange(data.num_labels, device=args.device)                             # (K,)
+    states = hidden_states(backbone, data, args)        # for evaluation; nothing is kept while the backbone changes
+
+    num_updates = args.epochs * len(epoch_batches(data.train, args.batch_size, seed, 0))
+    optimizer, schedule = make_optimizer(model, args.lr, num_updates)
+    bar = tqdm(total=num_updates, desc=f"{method} seed {seed}", disable=None, leave=False)
+    records = []
+    for epoch in range(args.epochs):
+        started = time.perf_counter()
+        batches = epoch_batches(data.train, args.batch_size, seed, epoch)
+        num_micro = sum(map(len, batches))
+        losses = torch.zeros(num_micro, device=args.device)
+        angles = torch.full((num_micro,), torch.nan, device=args.device)
+        skipped = torch.zeros((), device=args.device)
+        i = 0
+        model.train()
+        for batch in batches:
+            for rows in batch:
+                inputs, y = make_batch(data.train, rows, args.device)                       # (N, L) each, (N,)
+                with autocast(args):
+                    hidden = backbone(**inputs).last_hidden_state                           # (N, L, d)
+                    h, logits = exit_(hidden, inputs["attention_mask"])                     # (N, d_e), (N, K)
+                loss = ce = F.cross_entropy(logits.float(), y)
+                if method == "scl":
+                    loss = (1 - lam) * ce + lam * supervised_contrastive_loss(h, y, args.tau)
+                elif method == "acl":
+                    acl = supervised_contrastive_loss(
+                        torch.cat([h, exit_.label_embeddings]), torch.cat([y, classes]), args.tau)
+                    loss = (1 - lam) * ce + lam * acl
+                weight = len(rows) / sum(map(len, batch))
+                if method == "acl":
+                    g_ce = loss_gradients(ce, parameters, retain_graph=True)
+                    g_acl = loss_gradients(acl, parameters)
+                    angles[i] = angle = gradient_angle(g_ce, g_acl)
+                    lam_batch = lam * ~(angle > args.angle)
+                    add_gradients(parameters, ((1 - lam_batch) * weight, g_ce), (lam_batch * weight, g_acl))
+                else:
+                    (weight * loss).backward()
+                losses[i] = loss.detach()
+                i += 1
+            skipped += apply_update(optimizer, schedule)
+            show(bar, loss=losses[i - 1])
+
+        losses = losses.cpu()                           # waits for the device, so the clock is read after it
+        seconds = time.perf_counter() - started
+        scores = evaluate_exits(exits, states, args)
+        records.append({"loss": mean_loss(losses), "scores": scores[-1], "exits": scores, "skipped": int(skipped),
+                        "angles": {"all": to_list(angles)}, "seconds": seconds})
+        bar.write(epoch_line(method, seed, args.epochs, records) + f" (stage one, λ {lam:g})")
+    bar.close()
+    return model, records
+
+
+def train_exits(model, name, seed, exit_lr, states, args):
+    """Stage two: exits 1 … M−1 on the frozen backbone, with the objective LADDER[name] and a gate per exit.
+
+    states: what `freeze` returns. → model with M exits, one dict per epoch for the record
+    """
+    variant = LADDER[name]  # NEW
+    torch.manual_seed(seed)
+    teacher = model["exits"][-1].requires_grad_(False)
+    config, K, train = model["backbone"].config, teacher.classifier.out_features, states["train"].split
+    students = nn.ModuleList(MHAExit(config.hidden_size, K) for _ in range(config.num_hidden_layers - 1))
+    exits = nn.ModuleList([*students.to(args.device), teacher])
+    parameters = list(students.parameters())
+    size = len(parameters) // len(students)             # tensors of one exit  # NEW
+
+    num_updates = args.exit_epochs * len(epoch_batches(train, args.batch_size, seed, 0))
+    optimizers = [make_optimizer(exit_, exit_lr, num_updates) for exit_ in students]
+    bar = tqdm(total=num_updates, desc=f"{name}, stage two, seed {seed}", disable=None, leave=False)
+    records = []
+    for epoch in range(args.exit_epochs):
+        started = time.perf_counter()
+        batches = epoch_batches(train, args.batch_size, seed, epoch)
+        num_micro = sum(map(len, batches))
+        losses, skipped = torch.zeros(num_micro, device=args.device), torch.zeros((), device=args.device)
+        angles = torch.full((len(students), num_micro), torch.nan, device=args.device)  # NEW
+        i = 0
+        teacher.eval()
+        students.train()
+        for batch in batches:
+            for rows in batch:
+                hidden, mask, y = states["train"].batch(rows)           # layers 1 … M: (N, L, d) each, (N, L), (N,)
+                with autocast(args):
+                    with torch.no_grad():                               # the teacher is a constant
+                        h_M, logits_M = teacher(hidden[-1], mask)
+                    outputs = [exit_(layer, mask) for exit_, layer in zip(students, hidden)]    # (N, d_e), (N, K) each
+                mains = [F.cross_entropy(logits.float(), y) + distillation_loss(logits, logits_M, 1.0)
+                         for _, logits in outputs]
+                lam, contrasts = 0.0, []  # NEW
+                if variant.contrast:  # NEW
+                    lam = args.lam
+                    contrasts = [contrastive_term(variant.contrast, h, exit_.label_embeddings, h_M,
+                                                  teacher.label_embeddings, y, args.tau)
+                                 for exit_, (h, _) in zip(students, outputs)]
+                loss = (1 - lam) * sum(mains) + lam * sum(contrasts)
+                weight = len(rows) / sum(map(len, batch))
+                if variant.gate:  # NEW
+                    # The exits share no parameter, so the gradient of the sum holds each one's own gradient: two
+                    # backward passes serve all of them.
+                    g_main = loss_gradients(sum(mains), parameters, retain_graph=True)
+                    g_contrast = loss_gradients(sum(contrasts), parameters)
+                    for m in range(len(students)):
+                        own = slice(m * size, (m + 1) * size)
+                        angles[m, i] = angle = gradient_angle(g_main[own], g_contrast[own])
+                        lam_m = lam * ~(angle > args.angle)
+                        add_gradients(parameters[own], ((1 - lam_m) * weight, g_main[own]),
+                                      (lam_m * weight, g_contrast[own]))
+                else:
+                    (weight * loss).backward()
+                losses[i] = loss.detach()
+                i += 1
+            for optimizer, schedule in optimizers:
+                skipped += apply_update(optimizer, schedule)
+            show(bar, loss=losses[i - 1])
+
+        losses = losses.cpu()
+        seconds = time.perf_counter() - started
+        scores = evaluate_exits(exits, states, args)
+        records.append({"loss": mean_loss(losses), "scores": scores[-1], "exits": scores, "skipped": int(skipped),
+                        "angles": {f"exit {m + 1}": to_list(a) for m, a in enumerate(angles.cpu())}, "seconds": seconds})
+        bar.write(epoch_line(name, seed, args.exit_epochs, records))
+    bar.close()
+    return nn.ModuleDict({"backbone": model["backbone"], "exits": exits}), records
+
+
+def discard_table(records, threshold):
+    """Per gated method and exit the share of batches whose contrastive term was dropped. → Markdown"""
+    rows = []
+    for method, runs in by_method(records).items():
+        if LADDER[method.split()[0]].gate:
+            shares = [[angles_over([angle for epoch in run["epochs"] for angle in epoch["angles"][exit_]], threshold)
+                       for run in runs] for exit_ in runs[0]["epochs"][0]["angles"]]
+            rows.append([method, *map(mean_std, shares)])
+    return markdown_table(["batches discarded %", *(f"exit {m + 1}" for m in range(len(shares)))], rows)
+
+
+def ablation_table(records):  # NEW
+    """One row per rung of the ladder: average over all exits, and how far it is from the full method. → Markdown"""
+    averages = {method: exit_scores(runs).mean(axis=1) for method, runs in by_method(records).items()}
+    rows = []
+    for method, average in averages.items():
+        name, *rate = method.split(maxsplit=1)
+        full = averages[" ".join(["acl-cl", *rate])]
+        rows.append([method, LADDER[name].meaning, mean_std(average), f"{average.mean() - full.mean():+.2f}", len(average)])
+    return markdown_table(["method", "what changes", "average over exits", "against full", "runs"], rows)
+
+
+def lambda_study(data, args):  # NEW
+    """The last exit's score over λ, "scl" against "acl", stage one alone. Prints the table."""
+    rows = []
+    for method in ("scl", "acl"):
+        scores = []
+        for lam in args.lams:
+            runs = [write_record(args, f"{method}-lam{lam:g}", seed, train_backbone(method, lam, seed, data, args)[1])
+                    for seed in args.seeds]
+            scores.append([run["epochs"][-1]["scores"]["score"] for run in runs])
+        means = [sum(each) / len(each) for each in scores]
+        rows.append([method, *map(mean_std, scores), f"{max(means) - min(means):.1f}", len(args.seeds)])
+    print("\n" + markdown_table(["score", *(f"λ {lam:g}" for lam in args.lams), "max − min", "seeds"], rows))
+
+
+def load_and_exit_early(data, args):  # NEW
+    """Scores the exits of a saved model anew and tries early exit on it."""
+    _, model, settings = load_model(args.load)
+    if settings["task"] != args.task or tuple(settings["label_names"]) != tuple(data.label_names):
+        raise InputError(f"--load {args.load}: trained on {settings['task']}, found --task {args.task}")
+    scores = evaluate_exits(model.to(args.device)["exits"], hidden_states(model["backbone"], data, args), args)
+    for name, each in (("saved", settings["scores"]), ("loaded", [exit_["score"] for exit_ in scores])):
+        print(f"{name:>9}: dev " + " ".join(f"{score:.1f}" for score in each))
+    print("\n" + early_exit_table(early_exit_sweep(model, data.dev, args), len(scores)))
+
+
+def main():
+    parser = shared_flags(__doc__)
+    add = parser.add_argument
+    add("--angle", type=number(float, 0, 180), default=90.0,
+        help="discard the contrastive term where γ is over this many degrees (default 90)")
+    stage_two_flags(parser)
+    add("--ablation", action="store_true", help="all rungs of the ladder, not only acl-cl and 2st")
+    add("--lams", type=number(float, 0, 1), nargs="+", help="instead: CE+SCL and ACL in stage one with each of these λ")
+    add("--tsne", type=number(int, 1), metavar="LAYER", help="also draw this exit's dev representations with t-SNE")
+    add("--save", metavar="DIR", help="save the first trained model of the full method")
+    add("--load", metavar="DIR", help="instead: load such a model and try early exit on it")
+    args = parse(parser)
+    if args.load:
+        args.model = args.load
+    data = prepare(args)
+    if args.lams:
+        return lambda_study(data, args)
+    if args.load:
+        return load_and_exit_early(data, args)
+
+    names = list(LADDER) if args.ablation else ["acl-cl", "2st"]
+    records, first = [], {}                                             # first: each method's first trained model
+    for seed in args.seeds:
+        for stage_one in ("acl", "ce"):                                 # trained once, shared by all that start from it
+            model, epochs = train_backbone(stage_one, args.lam, seed, data, args)
+            states = freeze(model["backbone"], data, args)
+            for name, exit_lr in itertools.product(names, args.exit_lr):
+                if LADDER[name].stage_one != stage_one:
+                    continue
+                method = name + f" {exit_lr:g}" * (len(args.exit_lr) > 1)
+                for exit_seed in range(args.exit_seeds):
+                    trained, exit_epochs = train_exits(model, name, exit_seed, exit_lr, states, args)
+                    more = {"stage_one": epochs, **exit_facts(trained)}
+                    if method not in first:
+                        first[method] = trained
+                        if name == "acl-cl":
+                            more["early_exit"] = early_exit_sweep(trained, data.dev, args)
+                    records.append(write_record(args, method, f"{seed}.{exit_seed}", exit_epochs, **more))
+    records.sort(key=lambda record: list(first).index(record["method"]))
+
+    report_exits(run_folder(args), records)
+    print("\n" + discard_table(records, args.angle))
+    if args.ablation:
+        print("\n" + ablation_table(records))
+    if args.tsne:
+        pair = {method: model for method, model in first.items() if method.split()[0] in ("2st", "acl-cl")}
+        tsne_figure(run_folder(args) / f"tsne-exit{args.tsne}.png", pair, args.tsne, data.dev, args)
+    if args.save:
+        method, model = next(iter(first.items()))                       # the full method comes first
+        settings = {"method": method, "task": args.task, "label_names": data.label_names, "exit": "mha",
+                    "max_length": args.max_length,
+                    "scores": [exit_["score"] for exit_ in records[0]["epochs"][-1]["exits"]]}
+        save_model(args.save, load_backbone(args.model)[0], model, settings)
+        print(f"\nsaved: {args.save}")
+
+
+if __name__ == "__main__":
+    run(main)
