@@ -1,13 +1,13 @@
 """Multi-exit BERT: an exit on every layer, so that easy samples can leave early.
 
-The last exit is trained with the backbone, as in scripts 01–03. Two-stage training (2ST) then freezes both and trains the
-exits on all layers below, with the last exit as their teacher. The frozen backbone runs once: its hidden states are
+The last exit is trained with the backbone, as in scripts 01–03. Two-stage training (2ST) then freezes both and trains
+the exits on all layers below, with the last exit as their teacher. The frozen backbone runs once: its hidden states are
 kept, and an epoch of stage two costs seconds. Joint training (JT) and alternating training (ALT) stand beside it.
 
-    2ST, stage one:  L = L_ce^M                                              backbone and exit M   (paper §3.3)
-    2ST, stage two:  L^m = L_ce^m + KL(softmax(logits^M/T) ‖ softmax(logits^m/T))·T²     each exit m < M alone, T = 1
-    JT:              L = Σ_m L_ce^m                                          everything together
-    ALT:             L_ce^M in one epoch, Σ_m L_ce^m in the next             everything together   (App. B)
+    2ST, stage one:  L = L_ce^M                                           backbone and exit M     (paper §3.3)
+    2ST, stage two:  L^m = L_ce^m + KL(softmax(logits^M/T) ‖ softmax(logits^m/T))·T²     T = 1, each exit m < M alone
+    JT:              L = Σ_m L_ce^m                                       everything together
+    ALT:             L_ce^M in one epoch, Σ_m L_ce^m in the next          everything together     (App. B)
 
     python 04_multi_exit_2st.py                                      toy task, under 2 minutes on two CPU cores
     python 04_multi_exit_2st.py --strategy 2st jt alt --exit mha linear
@@ -81,9 +81,10 @@ def train_backbone(strategy, kind, seed, data, args, num_layers=None):
         scores = evaluate_exits(exits, states, args)
         records.append({"loss": mean_loss(losses), "scores": scores[-1], "exits": scores, "skipped": int(skipped),
                         "seconds": seconds})
-        turn = {"2st": "stage one", "jt": "all exits"}.get(
-            strategy, "every 2nd update all exits" if args.alternate == "step" else "all exits" if joint else "last exit")
-        bar.write(epoch_line(strategy, seed, args.epochs, records) + f" ({turn})")
+        what = "stage one" if strategy == "2st" else "all exits" if joint else "last exit"
+        if strategy == "alt" and args.alternate == "step":
+            what = "every second update all exits"
+        bar.write(epoch_line(strategy, seed, args.epochs, records) + f" ({what})")
     bar.close()
     return model, records
 
@@ -142,7 +143,7 @@ def main():
     add = parser.add_argument
     add("--strategy", nargs="+", choices=STRATEGIES, default=["2st"], help="default: 2st")
     add("--exit", nargs="+", choices=list(EXITS), default=["mha"], help="kind of exit (default: mha)")
-    add("--alternate", choices=["epoch", "step"], default="epoch", help="alt: what alternates (default epoch, as the paper)")
+    add("--alternate", choices=["epoch", "step"], default="epoch", help="what alt alternates (default epoch)")
     add("--num_layers", type=number(int, 1), help="also fine-tune the first n layers with one exit on top")
     stage_two_flags(parser)
     args = parse(parser)

@@ -4,7 +4,7 @@ Stage one is script 03's ACL. In stage two an exit contrasts not only its own sa
 them, the frozen last exit's: they show it where each class should lie. Its gate is its own: where the contrastive
 gradient opposes that of the main loss, over the parameters of this exit, the term is dropped for this exit.
 
-    main^m  = L_ce^m + KL(softmax(logits^M/T) ‖ softmax(logits^m/T))·T²                  T = 1     (paper §3.3)
+    main^m = L_ce^m + KL(softmax(logits^M/T) ‖ softmax(logits^m/T))·T²                   T = 1     (paper §3.3)
     acl_cl^m = L_scl on 2N+2K rows (h^m, l^m, h^M, l^M), labels (y, 1…K, y, 1…K)                   (§4.4)
     λ^m = 0 if γ(∇main^m, ∇acl_cl^m) > 90° else λ
     L^m = (1−λ^m)·main^m + λ^m·acl_cl^m                                    each exit m < M alone
@@ -22,14 +22,14 @@ each exit's gate dropped, and the early-exit table. Draws score against layer, a
 
 import itertools
 import time
-from typing import NamedTuple
+from collections import namedtuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from tqdm import tqdm
 
-from common import (InputError, MHAExit, add_gradients, angles_over, apply_update, autocast, by_method,
+from common import (InputError, MHAExit, add_gradients, apply_update, autocast, by_method,
                     distillation_loss, early_exit_sweep, early_exit_table, epoch_batches, epoch_line, evaluate_exits,
                     exit_facts, exit_scores, freeze, gradient_angle, hidden_states, load_backbone, load_model,
                     loss_gradients, make_batch, make_optimizer, markdown_table, mean_loss, mean_std, number, parse,
@@ -37,15 +37,9 @@ from common import (InputError, MHAExit, add_gradients, angles_over, apply_updat
                     supervised_contrastive_loss, to_list, tsne_figure, write_record)
 
 
-class Variant(NamedTuple):  # NEW
-    stage_one: str              # "ce", "scl" or "acl", what backbone and last exit are trained with
-    contrast: str | None        # rows of the contrastive term in stage two, see `contrastive_term`
-    gate: bool                  # per exit, in stage two
-    meaning: str
-
-
-# The ladder: each row keeps the changes of those before it.
-LADDER = {  # NEW
+# stage_one: objective of backbone and last exit; contrast: rows of an exit's contrastive term; gate: one per exit.
+Variant = namedtuple("Variant", "stage_one contrast gate meaning")  # NEW
+LADDER = {                      # each row keeps the changes of those before it  # NEW
     "acl-cl": Variant("acl", "acl_cl", True, "the full method"),
     "a": Variant("ce", "acl_cl", True, "stage one: cross-entropy alone"),
     "b": Variant("ce", "acl_embed", True, "… the last exit gives soft targets only: ACL-Embed per exit"),
@@ -55,15 +49,16 @@ LADDER = {  # NEW
 }
 
 
-def contrastive_term(kind, h, l, h_M, l_M, y, tau):  # NEW
+def contrastive_term(kind, h, l, y, tau, h_M=None, l_M=None):  # NEW
     """One exit's contrastive loss, on N rows ("scl"), N+K ("acl_embed") or 2N+2K ("acl_cl"). → scalar
 
     h, h_M (N, d_e) and l, l_M (K, d_e): representations and label embeddings of this exit and of the last; y (N,).
     """
-    classes = torch.arange(len(l), device=y.device)
-    rows, labels = {"scl": ([h], [y]),
-                    "acl_embed": ([h, l], [y, classes]),
-                    "acl_cl": ([h, l, h_M.detach(), l_M.detach()], [y, classes, y, classes])}[kind]
+    rows, labels = [h], [y]
+    if kind != "scl":
+        rows, labels = [h, l], [y, torch.arange(len(l), device=y.device)]
+    if kind == "acl_cl":                                # the last exit is looked at, not moved
+        rows, labels = [*rows, h_M.detach(), l_M.detach()], labels + labels
     return supervised_contrastive_loss(torch.cat(rows), torch.cat(labels), tau)
 
 
@@ -79,7 +74,6 @@ def train_backbone(method, lam, seed, data, args):
     exit_ = exits[0]
     model = nn.ModuleDict({"backbone": backbone, "exits": exits}).to(args.device)
     parameters = list(model.parameters())
-    classes = torch.arange(data.num_labels, device=args.device)                             # (K,)
     states = hidden_states(backbone, data, args)        # for evaluation; nothing is kept while the backbone changes
 
     num_updates = args.epochs * len(epoch_batches(data.train, args.batch_size, seed, 0))
@@ -102,19 +96,17 @@ def train_backbone(method, lam, seed, data, args):
                     hidden = backbone(**inputs).last_hidden_state                           # (N, L, d)
                     h, logits = exit_(hidden, inputs["attention_mask"])                     # (N, d_e), (N, K)
                 loss = ce = F.cross_entropy(logits.float(), y)
-                if method == "scl":
-                    loss = (1 - lam) * ce + lam * supervised_contrastive_loss(h, y, args.tau)
-                elif method == "acl":
-                    acl = supervised_contrastive_loss(
-                        torch.cat([h, exit_.label_embeddings]), torch.cat([y, classes]), args.tau)
-                    loss = (1 - lam) * ce + lam * acl
+                if method != "ce":
+                    kind = "scl" if method == "scl" else "acl_embed"
+                    contrast = contrastive_term(kind, h, exit_.label_embeddings, y, args.tau)
+                    loss = (1 - lam) * ce + lam * contrast
                 weight = len(rows) / sum(map(len, batch))
                 if method == "acl":
                     g_ce = loss_gradients(ce, parameters, retain_graph=True)
-                    g_acl = loss_gradients(acl, parameters)
-                    angles[i] = angle = gradient_angle(g_ce, g_acl)
+                    g_contrast = loss_gradients(contrast, parameters)
+                    angles[i] = angle = gradient_angle(g_ce, g_contrast)
                     lam_batch = lam * ~(angle > args.angle)
-                    add_gradients(parameters, ((1 - lam_batch) * weight, g_ce), (lam_batch * weight, g_acl))
+                    add_gradients(parameters, ((1 - lam_batch) * weight, g_ce), (lam_batch * weight, g_contrast))
                 else:
                     (weight * loss).backward()
                 losses[i] = loss.detach()
@@ -171,8 +163,8 @@ def train_exits(model, name, seed, exit_lr, states, args):
                 lam, contrasts = 0.0, []  # NEW
                 if variant.contrast:  # NEW
                     lam = args.lam
-                    contrasts = [contrastive_term(variant.contrast, h, exit_.label_embeddings, h_M,
-                                                  teacher.label_embeddings, y, args.tau)
+                    contrasts = [contrastive_term(variant.contrast, h, exit_.label_embeddings, y, args.tau,
+                                                  h_M, teacher.label_embeddings)
                                  for exit_, (h, _) in zip(students, outputs)]
                 loss = (1 - lam) * sum(mains) + lam * sum(contrasts)
                 weight = len(rows) / sum(map(len, batch))
@@ -199,21 +191,11 @@ def train_exits(model, name, seed, exit_lr, states, args):
         seconds = time.perf_counter() - started
         scores = evaluate_exits(exits, states, args)
         records.append({"loss": mean_loss(losses), "scores": scores[-1], "exits": scores, "skipped": int(skipped),
-                        "angles": {f"exit {m + 1}": to_list(a) for m, a in enumerate(angles.cpu())}, "seconds": seconds})
+                        "angles": {f"exit {m + 1}": to_list(each) for m, each in enumerate(angles.cpu())},
+                        "seconds": seconds})
         bar.write(epoch_line(name, seed, args.exit_epochs, records))
     bar.close()
     return nn.ModuleDict({"backbone": model["backbone"], "exits": exits}), records
-
-
-def discard_table(records, threshold):
-    """Per gated method and exit the share of batches whose contrastive term was dropped. → Markdown"""
-    rows = []
-    for method, runs in by_method(records).items():
-        if LADDER[method.split()[0]].gate:
-            shares = [[angles_over([angle for epoch in run["epochs"] for angle in epoch["angles"][exit_]], threshold)
-                       for run in runs] for exit_ in runs[0]["epochs"][0]["angles"]]
-            rows.append([method, *map(mean_std, shares)])
-    return markdown_table(["batches discarded %", *(f"exit {m + 1}" for m in range(len(shares)))], rows)
 
 
 def ablation_table(records):  # NEW
@@ -221,9 +203,9 @@ def ablation_table(records):  # NEW
     averages = {method: exit_scores(runs).mean(axis=1) for method, runs in by_method(records).items()}
     rows = []
     for method, average in averages.items():
-        name, *rate = method.split(maxsplit=1)
-        full = averages[" ".join(["acl-cl", *rate])]
-        rows.append([method, LADDER[name].meaning, mean_std(average), f"{average.mean() - full.mean():+.2f}", len(average)])
+        name, *rate = method.split()
+        full = averages[" ".join(["acl-cl", *rate])].mean()
+        rows.append([method, LADDER[name].meaning, mean_std(average), f"{average.mean() - full:+.2f}", len(average)])
     return markdown_table(["method", "what changes", "average over exits", "against full", "runs"], rows)
 
 
@@ -259,7 +241,7 @@ def main():
         help="discard the contrastive term where γ is over this many degrees (default 90)")
     stage_two_flags(parser)
     add("--ablation", action="store_true", help="all rungs of the ladder, not only acl-cl and 2st")
-    add("--lams", type=number(float, 0, 1), nargs="+", help="instead: CE+SCL and ACL in stage one with each of these λ")
+    add("--lams", type=number(float, 0, 1), nargs="+", help="instead: CE+SCL and ACL over these λ, stage one")
     add("--tsne", type=number(int, 1), metavar="LAYER", help="also draw this exit's dev representations with t-SNE")
     add("--save", metavar="DIR", help="save the first trained model of the full method")
     add("--load", metavar="DIR", help="instead: load such a model and try early exit on it")
@@ -273,9 +255,9 @@ def main():
         return load_and_exit_early(data, args)
 
     names = list(LADDER) if args.ablation else ["acl-cl", "2st"]
-    records, first = [], {}                                             # first: each method's first trained model
+    records, first = [], {}                                     # first: each method's first trained model
     for seed in args.seeds:
-        for stage_one in ("acl", "ce"):                                 # trained once, shared by all that start from it
+        for stage_one in ("acl", "ce"):                         # trained once, shared by all that start from it
             model, epochs = train_backbone(stage_one, args.lam, seed, data, args)
             states = freeze(model["backbone"], data, args)
             for name, exit_lr in itertools.product(names, args.exit_lr):
@@ -292,8 +274,7 @@ def main():
                     records.append(write_record(args, method, f"{seed}.{exit_seed}", exit_epochs, **more))
     records.sort(key=lambda record: list(first).index(record["method"]))
 
-    report_exits(run_folder(args), records)
-    print("\n" + discard_table(records, args.angle))
+    report_exits(run_folder(args), records, args.angle)
     if args.ablation:
         print("\n" + ablation_table(records))
     if args.tsne:

@@ -711,8 +711,9 @@ def freeze(backbone, data, args):
         bound = free_bytes(place) / 3 if args.cache_gb is None else args.cache_gb * 1e9
         if place is None or need <= min(bound, free_bytes(place)):
             break
-    print(f"hidden states: {tokens:,} tokens × {M} layers × {d} × {state_dtype(args).itemsize} bytes = {need / 1e9:.2f} GB,",
-          f"kept on {place.type}" if place else "over the bound (--cache_gb): the backbone runs in every epoch")
+    what = f"{tokens:,} tokens × {M} layers × {d} × {state_dtype(args).itemsize} bytes = {need / 1e9:.2f} GB"
+    print(f"hidden states: {what},", f"kept on {place.type}" if place else
+          f"over the bound of {bound / 1e9:.2f} GB (--cache_gb): the backbone runs in every epoch")
     return hidden_states(backbone, data, args, place)
 
 
@@ -814,7 +815,7 @@ def early_exit(model, inputs, policy="entropy", threshold=0.2):
     inputs     input_ids, attention_mask (N, L) and, for BERT, token_type_ids
     policy     "entropy": leave where entropy / log K < threshold; "confidence": where the top probability > threshold;
                "patience": where the prediction is the same for the threshold+1st time running
-    → logits (N, K) of the exit where each sample left, layers (N,) 1 … M that were run for it; in the order of inputs
+    → logits (N, K) of the exit where each sample left; layers (N,), 1 … M, that were run for it; in the inputs' order
     """
     if policy not in POLICIES:
         raise ValueError(f"policy must be one of {', '.join(POLICIES)}, found {policy!r}")
@@ -902,6 +903,7 @@ def early_exit_sweep(model, split, args, timed=64):
 
 def save_model(folder, tokenizer, model, settings):
     """Saves backbone and tokenizer as transformers does, the exits as exits.safetensors, settings as settings.json."""
+    transformers.utils.logging.disable_progress_bar()
     try:
         model["backbone"].save_pretrained(folder)
         tokenizer.save_pretrained(folder)
@@ -1029,7 +1031,7 @@ def write_record(args, method, seed, epochs, **more):
 
 
 def exit_facts(model):
-    """What the record of a multi-exit model holds besides its epochs: layers with an exit, numbers of parameters."""
+    """What the record of a multi-exit model holds beside its epochs: layers with an exit, numbers of parameters."""
     M = model["backbone"].config.num_hidden_layers
     return {"layers": list(range(M - len(model["exits"]) + 1, M + 1)),
             "parameters": {name: sum(p.numel() for p in module.parameters()) for name, module in model.items()}}
@@ -1170,7 +1172,7 @@ def layer_table(records):
         share = 100 * runs[0]["parameters"]["exits"] / runs[0]["parameters"]["backbone"]
         columns[method] = [mean_std(layer[~np.isnan(layer)]) for layer in scores.T]
         columns[method] += ["–"] * (max(max(r["layers"]) for r in records) - len(columns[method]))
-        average = scores.mean(axis=1) if not np.isnan(scores).any() else []         # a baseline has one exit only
+        average = scores.mean(axis=1) if len(runs[0]["layers"]) > 1 else []         # "first n layers" has one exit only
         columns[method] += [mean_std(average), *minutes.values(), f"{share:.2f}", len(runs)]
     names = [f"exit {m + 1}" for m in range(len(columns[method]) - 5)]
     names += ["average", "minutes, stage one", "minutes, stage two", "parameters added %", "runs"]
@@ -1193,16 +1195,32 @@ def layer_figure(path, records):
     save_figure(plt, figure, path)
 
 
-def report_exits(folder, records):
-    """What 04 and 05 print and draw in the end: layer × score, and early exit where a record has a sweep of it."""
+def report_exits(folder, records, threshold=None):
+    """What 04 and 05 print and draw in the end: layer × score, early exit where a record has a sweep of it.
+
+    threshold: the gate's angle; adds the share of batches whose contrastive term each exit's gate dropped.
+    """
     print("\n" + layer_table(records) + "\n")
     layer_figure(folder / "layers.png", records)
+    if threshold is not None:
+        print("\n" + exit_discard_table(records, threshold))
     for record in records:
         if "early_exit" in record:
             M = len(record["layers"])
             print(f"\nEarly exit, {record['method']}, seed {record['seed']}:\n")
             print(early_exit_table(record["early_exit"], M) + "\n")
             early_exit_figure(folder / f"early_exit-{record['method']}.png", record["early_exit"], M)
+
+
+def exit_discard_table(records, threshold):
+    """Method × exit: share of batches whose γ is over the threshold, where it was measured. → Markdown"""
+    rows = []
+    for method, runs in by_method(records).items():
+        shares = [[angles_over([angle for epoch in run["epochs"] for angle in epoch["angles"][exit_]], threshold)
+                   for run in runs] for exit_ in runs[0]["epochs"][0]["angles"]]
+        if any(share is not None for share in itertools.chain(*shares)):
+            rows.append([method, *map(mean_std, shares)])
+    return markdown_table(["batches discarded %", *(f"exit {m + 1}" for m in range(len(shares)))], rows)
 
 
 def early_exit_table(sweep, num_layers):
