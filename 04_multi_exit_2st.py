@@ -169,6 +169,7 @@ def main():
                         trained, exit_epochs = train_exits(model, kind, exit_seed, exit_lr, states, args)
                         method = f"2st-{kind}" + f"-{exit_lr:g}" * (len(args.exit_lr) > 1)
                         finished(method, f"{seed}.{exit_seed}", trained, exit_epochs, stage_one=epochs)
+                del states                                              # perhaps gigabytes
             if args.num_layers:
                 model, epochs = train_backbone("2st", kind, seed, data, args, args.num_layers)
                 finished(f"first{args.num_layers}-{kind}", seed, model, epochs)

@@ -272,6 +272,7 @@ def main():
                         if name == "acl-cl":
                             more["early_exit"] = early_exit_sweep(trained, data.dev, args)
                     records.append(write_record(args, method, f"{seed}.{exit_seed}", exit_epochs, **more))
+            del states                                          # perhaps gigabytes
     records.sort(key=lambda record: list(first).index(record["method"]))
 
     report_exits(run_folder(args), records, args.angle)

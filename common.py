@@ -722,8 +722,8 @@ def free_bytes(place):
     if place is not None and place.type == "cuda":
         return torch.cuda.mem_get_info(place)[0]
     try:
-        available = next(line for line in open("/proc/meminfo") if line.startswith("MemAvailable"))
-        return int(available.split()[1]) * 1024
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return 1024 * int(next(line.split()[1] for line in lines if line.startswith("MemAvailable")))
     except OSError:                             # not Linux: half of what is built in
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import gc
 import math
 import re
 
@@ -235,6 +236,24 @@ def test_stored_states_are_the_backbones(tiny):
                                            output_hidden_states=True).hidden_states
             for m in range(6):
                 torch.testing.assert_close(hidden[m][row][mask[row]].float(), wanted[m + 1][0], rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("script, name", [(EXIT, "mha"), (CL, "acl-cl"), (CL, "c")])
+def test_no_tensor_is_left_behind(monkeypatch, tiny, script, name):
+    """As many live tensors at batch 5 of stage two as at batch 30."""
+    args, data, model = tiny("--limit", "70", "--batch_size", "2")
+    states, live, real = freeze(model["backbone"], data, args), [], HiddenStates.batch
+
+    def count(self, rows):
+        live.append(0)
+        if len(live) in (5, 30):
+            gc.collect()
+            live[-1] = sum(type(thing) in (torch.Tensor, nn.Parameter) for thing in gc.get_objects())
+        return real(self, rows)
+    monkeypatch.setattr(HiddenStates, "batch", count)
+    monkeypatch.setattr(script, "evaluate_exits", lambda *_: [{"score": 0.0}])
+    script.train_exits(model, name, 0, 1e-3, states, args)
+    assert live[4] == live[29] > 0
 
 
 # ----------------------------------------------------------------------------------- joint and alternating

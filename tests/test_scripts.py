@@ -10,9 +10,12 @@ import time
 
 import pytest
 
-from conftest import ROOT
+from common import run
+from conftest import ROOT, load_script
 
-SCRIPTS = ("01_pilot_gradient_angle", "02_acl_embed", "03_acl_grad")
+SCRIPTS = ("01_pilot_gradient_angle", "02_acl_embed", "03_acl_grad", "04_multi_exit_2st", "05_acl_cl")
+FIGURES = {"01": {"angles.png"}, "02": set(), "03": {"angles.png"}, "04": {"layers.png", "early_exit-2st-mha.png"},
+           "05": {"layers.png", "early_exit-acl-cl.png"}}
 
 
 def run_script(name, *flags, **environment):
@@ -33,34 +36,48 @@ def test_bare(name, tmp_path):
     table = [line for line in lines if line.startswith("| ")]
     assert "score" in table[0] and len({len(line) for line in table[:4]}) == 1
     records = [json.loads(path.read_text()) for path in tmp_path.rglob("*.json")]
-    assert len(records) == {"01": 2, "02": 3, "03": 2}[name[:2]]
+    assert len(records) == {"01": 2, "02": 3, "03": 2, "04": 1, "05": 2}[name[:2]]
     for record in records:
         assert record["settings"]["epochs"] == len(record["epochs"]) == 1
-        assert record["epochs"][0]["seconds"] > 0 and len(record["epochs"][0]["angles"]["all"]) == 2
+        assert record["epochs"][0]["seconds"] > 0
+        if name[:2] in ("04", "05"):
+            assert len(record["epochs"][0]["exits"]) == 6 and len(record["stage_one"]) == 1
+        else:
+            assert len(record["epochs"][0]["angles"]["all"]) == 2
     assert not list(tmp_path.rglob("*.tmp"))
-    assert len(list(tmp_path.rglob("angles.png"))) == (0 if name[:2] == "02" else 1)
+    assert {path.name for path in tmp_path.rglob("*.png")} == FIGURES[name[:2]]
+    if name[:2] in ("04", "05"):                    # the early-exit table has a row per policy and threshold
+        assert sum(line.startswith(("| entropy", "| patience", "| confidence")) for line in table) == 14
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_help(name):
-    result = run_script(name, "--help")
-    assert result.returncode == 0 and "--seeds" in result.stdout and "python " + name in result.stdout
+def test_help(monkeypatch, capsys, name):
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", "--help"])
+    with pytest.raises(SystemExit) as error:
+        run(load_script(name).main)
+    said = capsys.readouterr().out
+    assert error.value.code == 0 and "--seeds" in said and "python " + name in said
 
 
-@pytest.mark.parametrize("flags, parts", [
+@pytest.mark.parametrize("script, flags, parts", [(script, *case) for script, cases in {"03_acl_grad": [
     (["--tau", "0"], ["--tau", "'0'", "> 0"]), (["--lam", "1.5"], ["--lam", "'1.5'", "≤ 1"]),
     (["--epochs", "0"], ["--epochs", "≥ 1"]), (["--seeds", "1", "1"], ["--seeds", "distinct"]),
     (["--angl", "80"], ["unrecognized", "--angl"]), (["--angle", "181"], ["--angle", "≤ 180"]), (["--lr", "nan"], ["--lr", "'nan'"]),
     (["--max_length", "129"], ["--max_length", "129", "≤ 128"]), (["--device", "quantum"], ["--device", "quantum"]),
     (["--task", "rte", "--model", "tiny"], ["--model", "toy"]),
-    (["--task", "rte", "--data_dir", "absent"], ["absent", "RTE"])])
-def test_bad_flag(monkeypatch, capsys, flags, parts):
+    (["--task", "rte", "--data_dir", "absent"], ["absent", "RTE"])], "04_multi_exit_2st": [
+    (["--num_layers", "7"], ["--num_layers", "7", "1 … 6"]), (["--exit_lr", "0"], ["--exit_lr", "> 0"]),
+    (["--exit_seeds", "0"], ["--exit_seeds", "≥ 1"]), (["--cache_gb", "-1"], ["--cache_gb", "≥ 0"]),
+    (["--strategy", "3st"], ["--strategy", "3st", "alt"]), (["--exit", "conv"], ["--exit", "conv", "linear"]),
+    (["--alternate", "batch"], ["--alternate", "batch", "step"])], "05_acl_cl": [
+    (["--tsne", "7"], ["--tsne", "7", "1 … 6"]), (["--tsne", "0"], ["--tsne", "≥ 1"]),
+    (["--lams", "0.1", "1.5"], ["--lams", "1.5", "≤ 1"]), (["--load", "./absent"], ["./absent", "no such directory"]),
+    (["--load", "tests"], ["tests"])]}.items() for case in cases])
+def test_bad_flag(monkeypatch, capsys, script, flags, parts):
     """One sentence naming the flag, what was found and what was expected; exit code 2."""
-    from common import run
-    from conftest import load_script
-    monkeypatch.setattr(sys, "argv", ["03_acl_grad.py", *flags])
+    monkeypatch.setattr(sys, "argv", [f"{script}.py", *flags])
     with pytest.raises(SystemExit) as error:
-        run(load_script("03_acl_grad").main)
+        run(load_script(script).main)
     message = capsys.readouterr().err.splitlines()[-1]
     assert error.value.code == 2 and all(part in message for part in parts), message
 

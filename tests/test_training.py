@@ -10,13 +10,16 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from common import (InputError, MHAExit, add_gradients, apply_update, epoch_batches, epoch_line, evaluate, glue_scores,
-                    load_backbone, make_batch, make_optimizer, predict, prepare, score_table)
+from common import (InputError, MHAExit, add_gradients, apply_update, epoch_batches, epoch_line, evaluate, freeze,
+                    glue_scores, hidden_states, load_backbone, make_batch, make_optimizer, predict, prepare, score_table)
 from conftest import load_script
 
 PILOT, EMBED, GRAD = (load_script(name) for name in ("01_pilot_gradient_angle", "02_acl_embed", "03_acl_grad"))
+EXIT, CL = (load_script(name) for name in ("04_multi_exit_2st", "05_acl_cl"))
 RUNS = [(PILOT, "ce"), (PILOT, "ce+scl"), (EMBED, "ce"), (EMBED, "scl"), (EMBED, "acl_embed"),
-        (GRAD, "scl"), (GRAD, "acl_embed"), (GRAD, "acl")]
+        (GRAD, "scl"), (GRAD, "acl_embed"), (GRAD, "acl"), (EXIT, "2st-mha"), (EXIT, "2st-linear"), (EXIT, "jt-mha"),
+        (EXIT, "alt-mha"), (CL, "acl-cl"), (CL, "c"), (CL, "2st")]
+OWN = {"angle": 90.0, "angle_every": 1, "exit_epochs": 1, "cache_gb": None, "alternate": "step"}
 each_run = pytest.mark.parametrize("script, method", RUNS, ids=[f"{s.__name__[7:9]}-{m}" for s, m in RUNS])
 
 
@@ -36,6 +39,22 @@ def capture(monkeypatch, script):
     return seen
 
 
+def train_whole(script, method, seed, data, args, stage_two=True):
+    """One run with any script's method, both stages where there are two. → its records"""
+    if script is EXIT:
+        strategy, kind = method.split("-")
+        model, records = EXIT.train_backbone(strategy, kind, seed, data, args)
+        if strategy == "2st" and stage_two:
+            records += EXIT.train_exits(model, kind, seed, args.lr, freeze(model["backbone"], data, args), args)[1]
+        return records
+    if script is CL:
+        model, records = CL.train_backbone(CL.LADDER[method].stage_one, args.lam, seed, data, args)
+        if stage_two:
+            records += CL.train_exits(model, method, seed, args.lr, freeze(model["backbone"], data, args), args)[1]
+        return records
+    return script.train(method, seed, data, args)
+
+
 def without_seconds(records):
     return [{name: value for name, value in record.items() if name != "seconds"} for record in records]
 
@@ -43,30 +62,35 @@ def without_seconds(records):
 @each_run
 def test_17_rows_batch_16_and_the_same_numbers_twice(settings, script, method):
     """The last batch is a single row; the same seed gives the same numbers."""
-    args = settings("--limit", "17", "--batch_size", "16", "--epochs", "1", angle=90.0, angle_every=1)
+    args = settings("--limit", "17", "--batch_size", "16", "--epochs", "1", **OWN)
     data = prepare(args)
-    first, second = (script.train(method, 3, data, args) for _ in range(2))
+    data = data._replace(dev=data.train)            # the 800 of dev would take longer than the training
+    first, second = (train_whole(script, method, 3, data, args) for _ in range(2))
     assert without_seconds(first) == without_seconds(second)
-    assert len(first) == 1 and np.isfinite(first[0]["loss"]) and first[0]["skipped"] == 0
-    assert len(first[0]["angles"]["all"]) == 2
+    assert len(first) == (2 if script is CL or method.startswith("2st-") else 1)
+    for record in first:
+        assert np.isfinite(record["loss"]) and record["skipped"] == 0
+        assert all(len(angles) == 2 for angles in record.get("angles", {}).values())
 
 
 @each_run
 def test_no_tensor_is_left_behind(monkeypatch, settings, script, method):
-    """As many live tensors after update 5 as after update 30."""
-    args = settings("--limit", "70", "--batch_size", "2", "--epochs", "1", angle=90.0, angle_every=5)
+    """As many live tensors after update 5 as after update 30 (stage two has its own test)."""
+    args = settings("--limit", "62", "--batch_size", "2", "--epochs", "1",
+                    **{**OWN, "angle_every": 5, "alternate": "epoch"})
     data, live = prepare(args), []
 
     def count(optimizer, schedule):
         skipped = apply_update(optimizer, schedule)
-        if len(live) in (4, 29):
+        live.append(0)
+        if len(live) in (5, 30):
             gc.collect()
-        tensors = (thing for thing in gc.get_objects() if type(thing) in (torch.Tensor, nn.Parameter))
-        live.append(len(list(tensors)) if len(live) in (4, 29) else 0)
+            live[-1] = sum(type(thing) in (torch.Tensor, nn.Parameter) for thing in gc.get_objects())
         return skipped
     monkeypatch.setattr(script, "apply_update", count)
-    monkeypatch.setattr(script, "evaluate", lambda model, data, args: {"score": 0.0})
-    script.train(method, 0, data, args)
+    monkeypatch.setattr(script, "evaluate", lambda *_: {"score": 0.0}, raising=False)
+    monkeypatch.setattr(script, "evaluate_exits", lambda *_: [{"score": 0.0}], raising=False)
+    train_whole(script, method, 0, data, args, stage_two=False)
     assert live[4] == live[29] > 0
 
 
@@ -214,31 +238,33 @@ def test_no_finite_loss_at_all(monkeypatch, settings):
 
 
 def test_evaluation(settings):
-    """Same predictions at any batch size, in the order of the split; each module's mode is left as it was."""
+    """Same predictions at any batch size, in the order of the split; dropout is off, whatever was on before."""
     args = settings("--limit", "50")
     data = prepare(args)
     torch.manual_seed(0)
     model = nn.ModuleDict({"backbone": load_backbone("tiny")[1], "exit": MHAExit(64, 2)})
-    model["exit"].classifier.bias.data = torch.tensor([0.0, 0.013])      # both classes are predicted
-    model.train()
-    model["backbone"].eval()
-    modes = [module.training for module in model.modules()]
-    by_size = [predict(model, data.train, args, batch_size=size) for size in (1, 3, 10, 64)]
-    assert all((predictions == by_size[0]).all() for predictions in by_size)
-    assert [module.training for module in model.modules()] == modes
-    scores = evaluate(model, data, args)
-    assert scores["score"] == glue_scores("toy", predict(model, data.dev, args), data.dev.labels.numpy())["score"]
+    states = hidden_states(model.eval()["backbone"], data, args)
+    inputs, _ = make_batch(data.train, np.arange(50), args.device)
+    with torch.no_grad():
+        logits = model["exit"](model["backbone"](**inputs).last_hidden_state, inputs["attention_mask"])[1]
+    model["exit"].classifier.bias.data -= logits.mean(dim=0)            # so that both classes are predicted
+    by_size = [predict([model["exit"]], states["train"], batch_size=size)[0] for size in (1, 3, 10, 64)]
+    assert all((predictions == by_size[0]).all() for predictions in by_size) and set(by_size[0]) == {0, 1}
+    wanted = glue_scores("toy", predict([model["exit"]], states["dev"])[0], data.dev.labels)
+    assert evaluate(model.train(), data, args) == wanted and not any(module.training for module in model.modules())
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_roberta_trains(settings, roberta_dir, precision):
     """Every script's method on another family, in both precisions."""
     args = settings("--limit", "40", "--epochs", "1", "--model", str(roberta_dir), "--max_length", "40",
-                    "--precision", precision, angle=90.0, angle_every=1)
+                    "--precision", precision, **OWN)
     data = prepare(args)
-    for script, method in ((PILOT, "ce+scl"), (EMBED, "acl_embed"), (GRAD, "acl")):
-        record = script.train(method, 0, data, args)[0]
-        assert np.isfinite(record["loss"]) and record["skipped"] == 0
+    data = data._replace(dev=data.train)
+    for script, method in ((PILOT, "ce+scl"), (EMBED, "acl_embed"), (GRAD, "acl"), (EXIT, "2st-linear"),
+                           (EXIT, "jt-mha"), (CL, "acl-cl"), (CL, "d")):
+        for record in train_whole(script, method, 0, data, args):
+            assert np.isfinite(record["loss"]) and record["skipped"] == 0
 
 
 def test_score_table():
