@@ -279,8 +279,8 @@ def main():
     if args.ablation:
         print("\n" + ablation_table(records))
     if args.tsne:
-        pair = {method: model for method, model in first.items() if method.split()[0] in ("2st", "acl-cl")}
-        tsne_figure(run_folder(args) / f"tsne-exit{args.tsne}.png", pair, args.tsne, data.dev, args)
+        shown = {method: first[method] for method in reversed(first) if method.split()[0] in ("2st", "acl-cl")}
+        tsne_figure(run_folder(args) / f"tsne-exit{args.tsne}.png", shown, args.tsne, data.dev, args)
     if args.save:
         method, model = next(iter(first.items()))                       # the full method comes first
         settings = {"method": method, "task": args.task, "label_names": data.label_names, "exit": "mha",
