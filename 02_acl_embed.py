@@ -24,9 +24,10 @@ import torch.nn.functional as F
 from torch import nn
 from tqdm import tqdm
 
-from common import (MHAExit, add_gradients, apply_update, epoch_batches, epoch_line, evaluate, gradient_angle,
-                    load_backbone, loss_gradients, make_batch, make_optimizer, mean_loss, number, parse, prepare, run,
-                    score_table, shared_flags, show, supervised_contrastive_loss, to_list, write_record)
+from common import (MHAExit, add_gradients, apply_update, autocast, epoch_batches, epoch_line, evaluate,
+                    gradient_angle, load_backbone, loss_gradients, make_batch, make_optimizer, mean_loss, number,
+                    parse, prepare, run, score_table, shared_flags, show, supervised_contrastive_loss, to_list,
+                    write_record)
 
 METHODS = ("ce", "scl", "acl_embed")  # NEW
 
@@ -59,7 +60,7 @@ def train(method, seed, data, args):
         for batch in batches:                           # one update
             for rows in batch:                          # one micro-batch: contrast and angle belong to it alone
                 inputs, y = make_batch(data.train, rows, args.device)                       # (N, L) each, (N,)
-                with torch.autocast(args.device.type, torch.bfloat16, enabled=args.precision == "bf16"):
+                with autocast(args):
                     hidden = backbone(**inputs).last_hidden_state                           # (N, L, d)
                     h, logits = exit_(hidden, inputs["attention_mask"])                     # (N, d_e), (N, K)
                 ce = F.cross_entropy(logits.float(), y)

@@ -23,10 +23,10 @@ import torch.nn.functional as F
 from torch import nn
 from tqdm import tqdm
 
-from common import (MHAExit, add_gradients, angle_figure, angles_over, apply_update, epoch_batches, epoch_line,
-                    evaluate, gradient_angle, load_backbone, loss_gradients, make_batch, make_optimizer,
-                    markdown_table, mean_loss, mean_std, number, parse, prepare, run, run_folder, score_table,
-                    shared_flags, show, supervised_contrastive_loss, to_list, write_record)
+from common import (MHAExit, add_gradients, angle_figure, angles_over, apply_update, autocast, by_method, epoch_batches,
+                    epoch_line, evaluate, gradient_angle, load_backbone, loss_gradients, make_batch,
+                    make_optimizer, markdown_table, mean_loss, mean_std, number, parse, prepare, run, run_folder,
+                    score_table, shared_flags, show, supervised_contrastive_loss, to_list, write_record)
 
 ANGLE_EVERY = 10        # without a gate the angle is only looked at, and a look costs a backward pass  # NEW
 METHODS = ("ce", "scl", "acl_embed", "acl")  # NEW
@@ -60,7 +60,7 @@ def train(method, seed, data, args):
         for batch in batches:                           # one update
             for rows in batch:                          # one micro-batch: contrast and angle belong to it alone
                 inputs, y = make_batch(data.train, rows, args.device)                       # (N, L) each, (N,)
-                with torch.autocast(args.device.type, torch.bfloat16, enabled=args.precision == "bf16"):
+                with autocast(args):
                     hidden = backbone(**inputs).last_hidden_state                           # (N, L, d)
                     h, logits = exit_(hidden, inputs["attention_mask"])                     # (N, d_e), (N, K)
                 ce = F.cross_entropy(logits.float(), y)
@@ -102,11 +102,10 @@ def train(method, seed, data, args):
 def discard_table(records, threshold):  # NEW
     """Per method and epoch the share of batches over the threshold, which only "acl" discards. → Markdown"""
     rows = []
-    for method in dict.fromkeys(record["method"] for record in records):
-        runs = [record["epochs"] for record in records if record["method"] == method]
+    for method, runs in by_method(records).items():
         rows.append([method] + [mean_std([angles_over(epoch["angles"]["all"], threshold) for epoch in epochs])
-                                for epochs in zip(*runs)])
-    return markdown_table([f"batches over {threshold:g}° %", *(f"epoch {e + 1}" for e in range(len(runs[0])))], rows)
+                                for epochs in zip(*(run["epochs"] for run in runs))])
+    return markdown_table([f"batches over {threshold:g}° %", *(f"epoch {e}" for e in range(1, len(rows[0])))], rows)
 
 
 def main():

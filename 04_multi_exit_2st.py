@@ -2,12 +2,13 @@
 
 The last exit is trained with the backbone, as in scripts 01–03. Two-stage training (2ST) then freezes both and trains
 the exits on all layers below, with the last exit as their teacher. The frozen backbone runs once: its hidden states are
-kept, and an epoch of stage two costs seconds. Joint training (JT) and alternating training (ALT) stand beside it.
+kept, if they fit, and an epoch of stage two costs seconds. Joint training (JT) and alternating training (ALT) stand
+beside it.
 
     2ST, stage one:  L = L_ce^M                                           backbone and exit M     (paper §3.3)
     2ST, stage two:  L^m = L_ce^m + KL(softmax(logits^M/T) ‖ softmax(logits^m/T))·T²     T = 1, each exit m < M alone
     JT:              L = Σ_m L_ce^m                                       everything together
-    ALT:             L_ce^M in one epoch, Σ_m L_ce^m in the next          everything together     (App. B)
+    ALT:             L_ce^M and Σ_m L_ce^m in turns, the latter last      everything together     (App. B)
 
     python 04_multi_exit_2st.py                                      toy task, under 2 minutes on two CPU cores
     python 04_multi_exit_2st.py --strategy 2st jt alt --exit mha linear
@@ -36,7 +37,7 @@ STRATEGIES = ("2st", "jt", "alt")
 def train_backbone(strategy, kind, seed, data, args, num_layers=None):
     """Trains backbone and last exit ("2st": its stage one), or with them all other exits ("jt", "alt").
 
-    kind: of the exits, a key of EXITS. num_layers: use the first n layers only.
+    kind: of the exits, a key of EXITS. num_layers: the first n layers only, the baseline "BERT-6L".
     → model {"backbone", "exits"}, one dict per epoch for the record
     """
     # N batch size, L tokens, M layers, d backbone width, d_e exit width, K classes
@@ -44,7 +45,7 @@ def train_backbone(strategy, kind, seed, data, args, num_layers=None):
     _, backbone = load_backbone(args.model, num_layers)
     M = backbone.config.num_hidden_layers
     exits = nn.ModuleList(EXITS[kind](backbone.config.hidden_size, data.num_labels)
-                          for _ in range(1 if strategy == "2st" else M))            # exits[-1] reads layer M
+                          for _ in range(1 if strategy == "2st" else M))            # exits[-1] reads layer M  # NEW
     model = nn.ModuleDict({"backbone": backbone, "exits": exits}).to(args.device)
     states = hidden_states(backbone, data, args)        # for evaluation; nothing is kept while the backbone changes
 
@@ -59,14 +60,15 @@ def train_backbone(strategy, kind, seed, data, args, num_layers=None):
         i = 0
         model.train()
         for batch in batches:                           # one update
-            turn = epoch if args.alternate == "epoch" else update
-            joint = strategy == "jt" or (strategy == "alt" and turn % 2 == 1)
-            trained = list(exits) if joint else [exits[-1]]
+            # Counted from the end, so that the last turn, the one that is scored, is that of all exits.
+            turns_left = args.epochs - epoch if args.alternate == "epoch" else num_updates - update  # NEW
+            joint = strategy == "jt" or (strategy == "alt" and turns_left % 2 == 1)  # NEW
+            trained = list(exits) if joint else [exits[-1]]  # NEW
             for rows in batch:                          # one micro-batch
                 inputs, y = make_batch(data.train, rows, args.device)                       # (N, L) each, (N,)
                 with autocast(args):
                     hidden = backbone(**inputs, output_hidden_states=True).hidden_states    # M+1 times (N, L, d)
-                    logits = [exit_(layer, inputs["attention_mask"])[1]                     # (N, K) each
+                    logits = [exit_(layer, inputs["attention_mask"])[1]                     # (N, K) each  # NEW
                               for exit_, layer in zip(trained, hidden[-len(trained):])]     # exit m reads hidden[m]
                 loss = sum(F.cross_entropy(each.float(), y) for each in logits)
                 (len(rows) / sum(map(len, batch)) * loss).backward()
@@ -81,7 +83,8 @@ def train_backbone(strategy, kind, seed, data, args, num_layers=None):
         scores = evaluate_exits(exits, states, args)
         records.append({"loss": mean_loss(losses), "scores": scores[-1], "exits": scores, "skipped": int(skipped),
                         "seconds": seconds})
-        what = "stage one" if strategy == "2st" else "all exits" if joint else "last exit"
+        what = (f"first {num_layers} layers" if num_layers else "stage one" if strategy == "2st" else
+                "all exits" if joint else "last exit")
         if strategy == "alt" and args.alternate == "step":
             what = "every second update all exits"
         bar.write(epoch_line(strategy, seed, args.epochs, records) + f" ({what})")
@@ -89,7 +92,7 @@ def train_backbone(strategy, kind, seed, data, args, num_layers=None):
     return model, records
 
 
-def train_exits(model, kind, seed, exit_lr, states, args):
+def train_exits(model, kind, seed, exit_lr, states, args):  # NEW
     """Stage two: trains exits 1 … M−1 on the frozen backbone, the last exit being their teacher.
 
     They share nothing that is trained, so one pass over the data trains all of them, each with its own loss, its own
@@ -167,7 +170,7 @@ def main():
                 for exit_lr in args.exit_lr:
                     for exit_seed in range(args.exit_seeds):
                         trained, exit_epochs = train_exits(model, kind, exit_seed, exit_lr, states, args)
-                        method = f"2st-{kind}" + f"-{exit_lr:g}" * (len(args.exit_lr) > 1)
+                        method = f"2st-{kind}" + f"@{exit_lr:g}" * (len(args.exit_lr) > 1)
                         finished(method, f"{seed}.{exit_seed}", trained, exit_epochs, stage_one=epochs)
                 del states                                              # perhaps gigabytes
             if args.num_layers:

@@ -33,7 +33,7 @@ from common import (InputError, MHAExit, add_gradients, apply_update, autocast, 
                     distillation_loss, early_exit_sweep, early_exit_table, epoch_batches, epoch_line, evaluate_exits,
                     exit_facts, exit_scores, freeze, gradient_angle, hidden_states, load_backbone, load_model,
                     loss_gradients, make_batch, make_optimizer, markdown_table, mean_loss, mean_std, number, parse,
-                    prepare, report_exits, run, run_folder, save_model, shared_flags, show, stage_two_flags,
+                    prepare, report_exits, reserve, run, run_folder, save_model, shared_flags, show, stage_two_flags,
                     supervised_contrastive_loss, to_list, tsne_figure, write_record)
 
 
@@ -130,6 +130,7 @@ def train_exits(model, name, seed, exit_lr, states, args):
     states: what `freeze` returns. → model with M exits, one dict per epoch for the record
     """
     variant = LADDER[name]  # NEW
+    lam = args.lam if variant.contrast else 0.0  # NEW
     torch.manual_seed(seed)
     teacher = model["exits"][-1].requires_grad_(False)
     config, K, train = model["backbone"].config, teacher.classifier.out_features, states["train"].split
@@ -160,12 +161,9 @@ def train_exits(model, name, seed, exit_lr, states, args):
                     outputs = [exit_(layer, mask) for exit_, layer in zip(students, hidden)]    # (N, d_e), (N, K) each
                 mains = [F.cross_entropy(logits.float(), y) + distillation_loss(logits, logits_M, 1.0)
                          for _, logits in outputs]
-                lam, contrasts = 0.0, []  # NEW
-                if variant.contrast:  # NEW
-                    lam = args.lam
-                    contrasts = [contrastive_term(variant.contrast, h, exit_.label_embeddings, y, args.tau,
-                                                  h_M, teacher.label_embeddings)
-                                 for exit_, (h, _) in zip(students, outputs)]
+                contrasts = [contrastive_term(variant.contrast, h, exit_.label_embeddings, y, args.tau, h_M,
+                                              teacher.label_embeddings)  # NEW
+                             for exit_, (h, _) in zip(students, outputs) if variant.contrast]
                 loss = (1 - lam) * sum(mains) + lam * sum(contrasts)
                 weight = len(rows) / sum(map(len, batch))
                 if variant.gate:  # NEW
@@ -203,8 +201,8 @@ def ablation_table(records):  # NEW
     averages = {method: exit_scores(runs).mean(axis=1) for method, runs in by_method(records).items()}
     rows = []
     for method, average in averages.items():
-        name, *rate = method.split()
-        full = averages[" ".join(["acl-cl", *rate])].mean()
+        name, *rate = method.split("@")
+        full = averages["@".join(["acl-cl", *rate])].mean()
         rows.append([method, LADDER[name].meaning, mean_std(average), f"{average.mean() - full:+.2f}", len(average)])
     return markdown_table(["method", "what changes", "average over exits", "against full", "runs"], rows)
 
@@ -215,19 +213,21 @@ def lambda_study(data, args):  # NEW
     for method in ("scl", "acl"):
         scores = []
         for lam in args.lams:
-            runs = [write_record(args, f"{method}-lam{lam:g}", seed, train_backbone(method, lam, seed, data, args)[1])
-                    for seed in args.seeds]
+            runs = [write_record(args, f"{method}-lam{lam:g}", seed, train_backbone(method, lam, seed, data, args)[1],
+                                 lam=lam) for seed in args.seeds]
             scores.append([run["epochs"][-1]["scores"]["score"] for run in runs])
         means = [sum(each) / len(each) for each in scores]
         rows.append([method, *map(mean_std, scores), f"{max(means) - min(means):.1f}", len(args.seeds)])
     print("\n" + markdown_table(["score", *(f"λ {lam:g}" for lam in args.lams), "max − min", "seeds"], rows))
 
 
-def load_and_exit_early(data, args):  # NEW
+def load_and_exit_early(args):  # NEW
     """Scores the exits of a saved model anew and tries early exit on it."""
     _, model, settings = load_model(args.load)
-    if settings["task"] != args.task or tuple(settings["label_names"]) != tuple(data.label_names):
-        raise InputError(f"--load {args.load}: trained on {settings['task']}, found --task {args.task}")
+    args.model, args.max_length = args.load, settings["max_length"]
+    data = prepare(args)
+    if (settings["task"], list(settings["label_names"])) != (args.task, list(data.label_names)):
+        raise InputError(f"--load {args.load}: trained on --task {settings['task']}, found --task {args.task}")
     scores = evaluate_exits(model.to(args.device)["exits"], hidden_states(model["backbone"], data, args), args)
     for name, each in (("saved", settings["scores"]), ("loaded", [exit_["score"] for exit_ in scores])):
         print(f"{name:>9}: dev " + " ".join(f"{score:.1f}" for score in each))
@@ -246,16 +246,18 @@ def main():
     add("--save", metavar="DIR", help="save the first trained model of the full method")
     add("--load", metavar="DIR", help="instead: load such a model and try early exit on it")
     args = parse(parser)
+    if sum(bool(each) for each in (args.load, args.lams, args.ablation or args.tsne or args.save)) > 1:
+        parser.error("--load and --lams each stand alone, without --ablation, --tsne and --save")
     if args.load:
-        args.model = args.load
+        return load_and_exit_early(args)
+    if args.save:
+        reserve(args.save)
     data = prepare(args)
     if args.lams:
         return lambda_study(data, args)
-    if args.load:
-        return load_and_exit_early(data, args)
 
     names = list(LADDER) if args.ablation else ["acl-cl", "2st"]
-    records, first = [], {}                                     # first: each method's first trained model
+    records, kept = [], {}                                      # kept: the first models, for --tsne and --save
     for seed in args.seeds:
         for stage_one in ("acl", "ce"):                         # trained once, shared by all that start from it
             model, epochs = train_backbone(stage_one, args.lam, seed, data, args)
@@ -263,26 +265,28 @@ def main():
             for name, exit_lr in itertools.product(names, args.exit_lr):
                 if LADDER[name].stage_one != stage_one:
                     continue
-                method = name + f" {exit_lr:g}" * (len(args.exit_lr) > 1)
+                method = name + f"@{exit_lr:g}" * (len(args.exit_lr) > 1)
                 for exit_seed in range(args.exit_seeds):
                     trained, exit_epochs = train_exits(model, name, exit_seed, exit_lr, states, args)
                     more = {"stage_one": epochs, **exit_facts(trained)}
-                    if method not in first:
-                        first[method] = trained
+                    if method not in by_method(records):        # its first run
                         if name == "acl-cl":
                             more["early_exit"] = early_exit_sweep(trained, data.dev, args)
+                        if name in ("acl-cl", "2st") and (args.tsne or args.save):
+                            kept[method] = trained
                     records.append(write_record(args, method, f"{seed}.{exit_seed}", exit_epochs, **more))
-            del states                                          # perhaps gigabytes
-    records.sort(key=lambda record: list(first).index(record["method"]))
+            del model, states, trained                          # perhaps gigabytes
+    order = {name: i for i, name in enumerate(LADDER)}
+    records.sort(key=lambda record: order[record["method"].split("@")[0]])
 
     report_exits(run_folder(args), records, args.angle)
     if args.ablation:
         print("\n" + ablation_table(records))
     if args.tsne:
-        shown = {method: first[method] for method in reversed(first) if method.split()[0] in ("2st", "acl-cl")}
+        shown = {method: kept[method] for method in reversed(kept)}     # without ACL first
         tsne_figure(run_folder(args) / f"tsne-exit{args.tsne}.png", shown, args.tsne, data.dev, args)
     if args.save:
-        method, model = next(iter(first.items()))                       # the full method comes first
+        method, model = next(iter(kept.items()))                        # the full method's is the first
         settings = {"method": method, "task": args.task, "label_names": data.label_names, "exit": "mha",
                     "max_length": args.max_length,
                     "scores": [exit_["score"] for exit_ in records[0]["epochs"][-1]["exits"]]}

@@ -127,8 +127,10 @@ def parse(parser):
             setattr(args, name, value)
     if "exit_lr" in args:
         args.exit_lr, args.exit_epochs = args.exit_lr or [args.lr], args.exit_epochs or args.epochs
-    if len(set(args.seeds)) < len(args.seeds):
-        parser.error(f"argument --seeds: found {args.seeds}, expected distinct seeds")
+    for name in ("seeds", "exit_lr", "lams"):
+        values = getattr(args, name, None) or []
+        if len(set(values)) < len(values):
+            parser.error(f"argument --{name}: found {' '.join(map(str, values))}, expected distinct values")
     if args.model == "tiny" and args.task != "toy":
         parser.error(f"argument --model: tiny only knows the words of --task toy, found --task {args.task}")
     fallback = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
@@ -448,7 +450,8 @@ def load_checkpoint(name):
             raise ValueError(f"found a model of type {config.model_type}, expected bert or roberta")
         tokenizer = transformers.AutoTokenizer.from_pretrained(name, padding_side="right")
         return tokenizer, *transformers.AutoModel.from_pretrained(
-            name, config=config, dtype=torch.float32, add_pooling_layer=False, output_loading_info=True)
+            name, config=config, dtype=torch.float32, add_pooling_layer=False, output_loading_info=True,
+            attn_implementation="sdpa")         # `early_exit` gives the layers a boolean mask, which others misread
 
     if Path(name).is_dir():
         try:
@@ -638,14 +641,15 @@ def apply_update(optimizer, schedule):
 # -------------------------------------------------------------- 9 Evaluation
 
 class HiddenStates:
-    """The hidden states of layers 1 … M on one split, from a backbone that isn't being trained.
+    """The hidden states of layers 1 … M on one split, as constants: no gradient goes back into the backbone.
 
-    place None: each call of `batch` runs the backbone. Else the backbone runs here, once, and its states stay on the
-    device `place`, without padding and in the run's precision.
+    place None: each call of `batch` runs the backbone as it then is. Else the backbone runs here, once, and its states
+    stay on the device `place`, without padding and in the run's precision.
     """
 
     def __init__(self, backbone, split, args, place=None):
         self.backbone, self.split, self.args, self.stored = backbone, split, args, None
+        self.starts = split.lengths.cumsum() - split.lengths        # where each example's tokens begin in the store
         if place is None:
             return
         shape = backbone.config.num_hidden_layers, int(split.lengths.sum()), backbone.config.hidden_size
@@ -661,12 +665,11 @@ class HiddenStates:
 
     def token_rows(self, rows, L):
         """Where the tokens of the examples `rows` are stored. → (N, L); padding points at others, it is masked."""
-        ends = self.split.lengths.cumsum()
-        starts = torch.from_numpy(ends[rows] - self.split.lengths[rows])
-        return (starts[:, None] + torch.arange(L)).clamp(max=int(ends[-1]) - 1)
+        last = int(self.starts[-1] + self.split.lengths[-1]) - 1
+        return (torch.from_numpy(self.starts[rows])[:, None] + torch.arange(L)).clamp(max=last)
 
     def batch(self, rows):
-        """→ hidden states, M tensors (N, L, d); mask (N, L), True at tokens; labels (N,). None has a gradient."""
+        """→ hidden states, M tensors (N, L, d); mask (N, L), True at tokens; labels (N,)."""
         device = self.args.device
         if self.stored is None:
             inputs, y = make_batch(self.split, rows, device)
@@ -707,10 +710,13 @@ def freeze(backbone, data, args):
     tokens = sum(int(split.lengths.sum()) for split in data if isinstance(split, Split))
     M, d = backbone.config.num_hidden_layers, backbone.config.hidden_size
     need = tokens * M * d * state_dtype(args).itemsize
-    for place in (args.device, torch.device("cpu"), None):
-        bound = free_bytes(place) / 3 if args.cache_gb is None else args.cache_gb * 1e9
-        if place is None or need <= min(bound, free_bytes(place)):
+    for place in (args.device, torch.device("cpu")):
+        free = free_bytes(place)
+        bound = free / 3 if args.cache_gb is None else min(args.cache_gb * 1e9, free)
+        if need <= bound:
             break
+    else:
+        place = None
     what = f"{tokens:,} tokens × {M} layers × {d} × {state_dtype(args).itemsize} bytes = {need / 1e9:.2f} GB"
     print(f"hidden states: {what},", f"kept on {place.type}" if place else
           f"over the bound of {bound / 1e9:.2f} GB (--cache_gb): the backbone runs in every epoch")
@@ -719,13 +725,14 @@ def freeze(backbone, data, args):
 
 def free_bytes(place):
     """Memory free on a device, in bytes; the host's for mps, which shares it."""
-    if place is not None and place.type == "cuda":
+    if place.type == "cuda":
+        torch.cuda.empty_cache()                # what torch holds without using it is free too
         return torch.cuda.mem_get_info(place)[0]
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         return 1024 * int(next(line.split()[1] for line in lines if line.startswith("MemAvailable")))
-    except OSError:                             # not Linux: half of what is built in
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    except OSError:                             # macOS: half of what is built in; Windows doesn't say
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2 if hasattr(os, "sysconf") else 6e9
 
 
 def batches_by_length(split, batch_size=64):
@@ -819,6 +826,8 @@ def early_exit(model, inputs, policy="entropy", threshold=0.2):
     """
     if policy not in POLICIES:
         raise ValueError(f"policy must be one of {', '.join(POLICIES)}, found {policy!r}")
+    if len(model["exits"]) != model["backbone"].config.num_hidden_layers:
+        raise ValueError(f"found {len(model['exits'])} exits, expected one on each layer")
     mask = inputs["attention_mask"].bool()                                              # (N, L)
     hidden = model["backbone"].embeddings(
         input_ids=inputs["input_ids"], token_type_ids=inputs.get("token_type_ids"))     # (N, L, d)
@@ -866,12 +875,13 @@ def early_exit_sweep(model, split, args, timed=64):
 
     "score" and "layers" (list of n) come from all examples in batches of 32. "batch 32" and "batch 1" are the
     full model's seconds over the early exit's; at batch 1 on the first `timed` examples only. The full model runs
-    anew for each policy, so that whatever else the machine does slows both.
+    anew for each policy, near the runs it is compared with.
     """
-    model.eval()
-    M, order = len(model["exits"]), np.concatenate(batches_by_length(split))
-    batches = {"batch 32": [make_batch(split, rows, args.device)[0] for rows in batches_by_length(split, 32)],
-               "batch 1": [make_batch(split, [i], args.device)[0] for i in range(min(timed, len(order)))]}
+    model.eval().requires_grad_(False)      # autocast would keep the bf16 copies of trainable weights alone
+    rows_32 = batches_by_length(split, 32)
+    back = np.argsort(np.concatenate(rows_32))          # from the order of lengths to the split's
+    batches = {"batch 32": [make_batch(split, rows, args.device)[0] for rows in rows_32],
+               "batch 1": [make_batch(split, [i], args.device)[0] for i in range(min(timed, len(back)))]}
 
     def seconds(forward, inputs):
         started = time.perf_counter()
@@ -881,12 +891,12 @@ def early_exit_sweep(model, split, args, timed=64):
         return time.perf_counter() - started, outputs
 
     for inputs in batches.values():                     # warm-up
-        seconds(full_model, inputs[:3])
+        seconds(full_model, inputs[:3]), seconds(early_exit, inputs[:3])
     sweep = []
     for policy, thresholds in POLICIES.items():
         full = {name: seconds(full_model, inputs)[0] for name, inputs in batches.items()}
         for threshold in thresholds:
-            if policy == "patience" and threshold >= M:
+            if policy == "patience" and threshold >= len(model["exits"]):       # would never leave early
                 continue
             row = {"policy": policy, "threshold": threshold}
             for name, inputs in batches.items():
@@ -894,7 +904,6 @@ def early_exit_sweep(model, split, args, timed=64):
                 row[name] = full[name] / ours
                 if name == "batch 32":
                     logits, layers = (torch.cat(parts).cpu().numpy() for parts in zip(*outputs))
-            back = np.argsort(order)                    # from the order of lengths to the split's
             row["score"] = glue_scores(args.task, logits.argmax(axis=1)[back], split.labels)["score"]
             row["layers"] = layers[back].tolist()
             sweep.append(row)
@@ -904,14 +913,25 @@ def early_exit_sweep(model, split, args, timed=64):
 def save_model(folder, tokenizer, model, settings):
     """Saves backbone and tokenizer as transformers does, the exits as exits.safetensors, settings as settings.json."""
     transformers.utils.logging.disable_progress_bar()
+    model["backbone"].save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    save_file({name: weight.contiguous() for name, weight in model["exits"].state_dict().items()},
+              Path(folder) / "exits.safetensors")
+    (Path(folder) / "settings.json").write_text(json.dumps(settings, indent=1), encoding="utf-8")
+
+
+def reserve(folder):
+    """Makes the folder for `save_model`, before hours of training. An older model there will be overwritten.
+
+    Raises InputError where it can't be made, or holds other files: they might be part of another model.
+    """
+    folder = Path(folder)
     try:
-        model["backbone"].save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-        save_file({name: weight.contiguous() for name, weight in model["exits"].state_dict().items()},
-                  Path(folder) / "exits.safetensors")
-        (Path(folder) / "settings.json").write_text(json.dumps(settings, indent=1), encoding="utf-8")
+        folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise InputError(f"{folder}: {first_line(error)}, so the model can't be saved there") from None
+        raise InputError(f"--save {folder}: {error.strerror}, so the model can't be saved there") from None
+    if any(folder.iterdir()) and not (folder / "settings.json").exists():
+        raise InputError(f"--save {folder}: found other files there, expected an empty folder or an earlier --save")
 
 
 def load_model(folder):
@@ -961,6 +981,8 @@ def prepare(args):
         if not 1 <= (getattr(args, flag, None) or 1) <= config.num_hidden_layers:
             raise InputError(f"--{flag}: found {getattr(args, flag)}, expected 1 … {config.num_hidden_layers}, "
                              f"the layers of {args.model}")
+    if "exit_lr" in args and config.num_hidden_layers < 2:
+        raise InputError(f"--model {args.model}: found one layer, expected two or more for exits to lie on")
     if args.task == "mnli" and not task.dev_mismatched:
         print("note: no dev_mismatched.tsv there, so only the matched half of MNLI's dev set is scored")
     return data
@@ -1063,19 +1085,24 @@ def markdown_table(header, rows):
     return "\n".join("| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths)) + " |" for row in cells)
 
 
+def other_scores(scores):
+    """Names of the scores that say something beside the headline "score". scores: list of dicts, one per run."""
+    names = dict.fromkeys(name for each in scores for name in each if name not in ("score", "note"))
+    return [name for name in names if any(each[name] != each["score"] for each in scores)]
+
+
 def score_table(records, threshold=None):
     """One row per method over its seeds: scores of the last epoch, the best epoch's beside it, conflicts, minutes.
 
     threshold: the gate's angle; adds the share of batches that method "acl" discarded. → Markdown
     """
     last = [record["epochs"][-1]["scores"] for record in records]
-    names = ["score"] + [name for name in last[0] if name not in ("score", "note")      # accuracy, where it is the score
-                         and any(scores[name] != scores["score"] for scores in last)]
+    names = ["score"] + other_scores(last)
     gated = ["discarded %"] * (threshold is not None)
     header = ["method", *names, "best epoch", "over 90° %", *gated, "minutes", "seeds"]
     rows = []
-    for method in dict.fromkeys(record["method"] for record in records):
-        runs = [record["epochs"] for record in records if record["method"] == method]
+    for method, runs in by_method(records).items():
+        runs = [run["epochs"] for run in runs]
         angles = [[angle for epoch in run for angle in epoch["angles"]["all"]] for run in runs]
         row = [method, *(mean_std([run[-1]["scores"][name] for run in runs]) for name in names)]
         row.append(mean_std([max(epoch["scores"]["score"] for epoch in run) for run in runs]))
@@ -1095,9 +1122,7 @@ def angle_figure(path, records, threshold=90.0, gated=()):
     plt = pyplot()
     if plt is None:
         return
-    first = {}
-    for record in records:
-        first.setdefault(record["method"], record)
+    first = {method: runs[0] for method, runs in by_method(records).items()}
     figure, axes = plt.subplots(1, len(first), figsize=(4.5 * len(first), 3.4), sharey=True, squeeze=False)
     for axis, (method, record) in zip(axes[0], first.items()):
         angles = np.array([angle for epoch in record["epochs"] for angle in epoch["angles"]["all"]], dtype=float)
@@ -1160,22 +1185,27 @@ def exit_scores(records):
 def layer_table(records):
     """Layer × method: each exit's score in the last epoch, their average, minutes and parameters. → Markdown
 
-    The average is taken over all exits of a run first, then over the runs.
+    The average is taken over all exits of a run first, then over the runs. What stage two doesn't change (the last
+    exit, the minutes of stage one) counts once per stage one.
     """
-    columns = {}
+    M, columns = max(max(record["layers"]) for record in records), {}
+    last = [record["epochs"][-1]["exits"][-1] for record in records]
+    others = other_scores(last)
     for method, runs in by_method(records).items():
+        once = list({str(run["seed"]).split(".")[0]: run for run in runs}.values())         # one run per stage one
         scores = exit_scores(runs)
-        minutes = {stage: mean_std([sum(e["seconds"] for e in run[stage]) / 60 for run in runs if stage in run], 2)
-                   for stage in ("stage_one", "epochs")}
-        if "stage_one" not in runs[0]:                              # trained in one stage
-            minutes = {"stage_one": minutes["epochs"], "epochs": "–"}
-        share = 100 * runs[0]["parameters"]["exits"] / runs[0]["parameters"]["backbone"]
-        columns[method] = [mean_std(layer[~np.isnan(layer)]) for layer in scores.T]
-        columns[method] += ["–"] * (max(max(r["layers"]) for r in records) - len(columns[method]))
-        average = scores.mean(axis=1) if len(runs[0]["layers"]) > 1 else []         # "first n layers" has one exit only
-        columns[method] += [mean_std(average), *minutes.values(), f"{share:.2f}", len(runs)]
-    names = [f"exit {m + 1}" for m in range(len(columns[method]) - 5)]
-    names += ["average", "minutes, stage one", "minutes, stage two", "parameters added %", "runs"]
+        cells = [mean_std(layer[~np.isnan(layer)]) for layer in scores.T]
+        cells[-1] = mean_std(exit_scores(once)[:, -1])
+        cells += ["–"] * (M - len(cells))
+        cells += [mean_std([run["epochs"][-1]["exits"][-1][name] for run in once]) for name in others]
+        cells += [mean_std(scores.mean(axis=1)) if len(runs[0]["layers"]) > 1 else "–"]     # "first n" has one exit
+        for stages in ([run.get("stage_one", run["epochs"]) for run in once],
+                       [run["epochs"] for run in runs if "stage_one" in run]):
+            cells += [mean_std([sum(epoch["seconds"] for epoch in stage) / 60 for stage in stages], digits=2)]
+        parameters = runs[0]["parameters"]
+        columns[method] = [*cells, f"{100 * parameters['exits'] / parameters['backbone']:.2f}", len(runs)]
+    names = [*(f"exit {m + 1}" for m in range(M)), *(f"last exit: {name}" for name in others), "average",
+             "minutes, stage one", "minutes, stage two", "parameters added %", "runs"]
     return markdown_table(["score", *columns], zip(names, *columns.values()))
 
 
@@ -1190,7 +1220,8 @@ def layer_figure(path, records):
         at = np.flatnonzero(~np.isnan(scores[0]))
         spread = scores.std(axis=0, ddof=1)[at] if len(runs) > 1 else None
         axis.errorbar(at + 1, scores.mean(axis=0)[at], yerr=spread, marker="o", markersize=4, capsize=2, label=method)
-    axis.set(xlabel="exit on layer", ylabel="dev score, last epoch", xticks=range(1, scores.shape[1] + 1))
+    axis.set(xlabel="exit on layer", ylabel="dev score, last epoch",
+             xticks=range(1, max(max(record["layers"]) for record in records) + 1))
     axis.legend(fontsize=8)
     save_figure(plt, figure, path)
 

@@ -3,8 +3,10 @@
 import copy
 import functools
 import gc
+import json
 import math
 import re
+import sys
 
 import numpy as np
 import pytest
@@ -122,7 +124,7 @@ def test_truncated_backbone(settings):
 
 # -------------------------------------------------------------------------------------------------- stage two
 
-def slow_stage_two(m, model, data, args, seed, lr, updates, contrast=None, gate=False):
+def slow_stage_two(m, model, data, args, seed, lr, cross_layer=False):
     """Trains exit m alone, from the definition, with the backbone run for each batch. → its weights"""
     torch.manual_seed(seed)
     exits = [MHAExit(64, 2, dropout=0.0) for _ in range(5)]
@@ -132,7 +134,7 @@ def slow_stage_two(m, model, data, args, seed, lr, updates, contrast=None, gate=
     optimizer = torch.optim.AdamW([{"params": decay, "weight_decay": 0.01}, {"params": spared, "weight_decay": 0.0}])
     batches = epoch_batches(data.train, args.batch_size, seed, 0)
     warmup, total = max(1, round(len(batches) / 10)), len(batches)
-    for done, batch in enumerate(batches[:updates]):
+    for done, batch in enumerate(batches):
         inputs, y = make_batch(data.train, np.concatenate(batch), args.device)
         with torch.no_grad():
             hidden = backbone(**inputs, output_hidden_states=True).hidden_states
@@ -140,16 +142,14 @@ def slow_stage_two(m, model, data, args, seed, lr, updates, contrast=None, gate=
         h, logits = exit_(hidden[m], inputs["attention_mask"])
         p = logits_M.softmax(1)
         main = F.cross_entropy(logits, y) + (p * (p.log() - logits.log_softmax(1))).sum(1).mean()
-        if contrast == "acl_cl":
+        if cross_layer:
             two = torch.arange(2)
-            term = supervised_contrastive_loss(torch.cat([h, exit_.classifier.weight, h_M, teacher.classifier.weight.detach()]),
-                                               torch.cat([y, two, y, two]), args.tau)
-            lam = args.lam
-            if gate:
-                flat = [torch.cat([torch.zeros(p.numel()) if g is None else g.flatten() for p, g in zip(
-                    exit_.parameters(), torch.autograd.grad(loss, list(exit_.parameters()), retain_graph=True,
-                                                            allow_unused=True))]) for loss in (main, term)]
-                lam = 0.0 if flat[0] @ flat[1] < 0 else args.lam
+            l, l_M = exit_.classifier.weight, teacher.classifier.weight.detach()
+            term = supervised_contrastive_loss(torch.cat([h, l, h_M, l_M]), torch.cat([y, two, y, two]), args.tau)
+            flat = [torch.cat([torch.zeros(p.numel()) if g is None else g.flatten() for p, g in zip(
+                exit_.parameters(), torch.autograd.grad(loss, list(exit_.parameters()), retain_graph=True,
+                                                        allow_unused=True))]) for loss in (main, term)]
+            lam = 0.0 if flat[0] @ flat[1] < 0 else args.lam
             main = (1 - lam) * main + lam * term
         optimizer.zero_grad()
         main.backward()
@@ -162,10 +162,14 @@ def slow_stage_two(m, model, data, args, seed, lr, updates, contrast=None, gate=
     return state(exit_)
 
 
-@pytest.mark.parametrize("script, name", [(EXIT, "mha"), (CL, "2st"), (CL, "a")])
-def test_exits_together_are_exits_one_at_a_time(monkeypatch, tiny, script, name):
-    """Three updates of all exits in one loop against each exit alone, written out from the definition."""
-    args, data, model = tiny("--limit", "96", "--batch_size", "32", "--lam", "0.3")
+@pytest.mark.parametrize("script, name, batch_size, limit", [
+    (EXIT, "mha", 32, 96), (CL, "2st", 32, 96), (CL, "a", 32, 96), (EXIT, "mha", 50, 140), (CL, "2st", 50, 140)])
+def test_exits_together_are_exits_one_at_a_time(monkeypatch, tiny, script, name, batch_size, limit):
+    """Three updates of all exits in one loop against each exit alone, written out from the definition.
+
+    Batches of 50 are two micro-batches here and one batch there: their mean is the same.
+    """
+    args, data, model = tiny("--limit", str(limit), "--batch_size", str(batch_size), "--lam", "0.3")
     states = freeze(model["backbone"], data, args)
     build = functools.partial(MHAExit, dropout=0.0)
     monkeypatch.setitem(EXITS, "mha", build)
@@ -173,7 +177,7 @@ def test_exits_together_are_exits_one_at_a_time(monkeypatch, tiny, script, name)
     monkeypatch.setattr(script, "evaluate_exits", lambda *_: [{"score": 0.0}])
     trained, _ = script.train_exits(model, name, 3, 1e-4, states, args)
     for m in range(1, 6):
-        slow = slow_stage_two(m, model, data, args, 3, 1e-4, 3, *(("acl_cl", True) if name == "a" else ()))
+        slow = slow_stage_two(m, model, data, args, 3, 1e-4, cross_layer=name == "a")
         for key, weight in trained["exits"][m - 1].state_dict().items():
             if key != "key.bias":           # softmax doesn't see it: its gradient is rounding, which AdamW magnifies
                 torch.testing.assert_close(weight, slow[key], rtol=0, atol=1e-6, msg=lambda s: f"exit {m} {key}: {s}")
@@ -196,10 +200,26 @@ def test_the_frozen_stay_frozen(tiny, roberta_dir, script, name, cache_gb):
     after = trained.state_dict()
     for key, weight in before.items():
         assert torch.equal(after[key.replace("exits.0.", "exits.2.")], weight), key
-    assert all(p.grad is None and not p.requires_grad for p in [*backbone.parameters(), *trained["exits"][-1].parameters()])
+    frozen = [*backbone.parameters(), *trained["exits"][-1].parameters()]
+    assert all(p.grad is None and not p.requires_grad for p in frozen)
     assert len(trained["exits"]) == len(records[0]["exits"]) == 3
+    torch.manual_seed(0)
     for exit_ in trained["exits"][:-1]:                 # and the others do learn
         assert not torch.equal(exit_.classifier.weight, kind(32, 2).classifier.weight)
+
+
+def test_three_classes(tiny):
+    """K = 3 all the way: exits, ACL-CL with gates, the sweep."""
+    args, data, _ = tiny("--limit", "48", exit_epochs=2)
+    labels = [torch.arange(len(split.labels)) % 3 for split in (data.train, data.dev)]
+    data = data._replace(train=data.train._replace(labels=labels[0]), dev=data.train._replace(labels=labels[0]),
+                         label_names=("a", "b", "c"))
+    model, _ = CL.train_backbone("acl", 0.5, 0, data, args)
+    trained, records = CL.train_exits(model, "acl-cl", 0, 1e-3, freeze(model["backbone"], data, args), args)
+    assert [exit_.label_embeddings.shape for exit_ in trained["exits"]] == [(3, 64)] * 6
+    assert np.isfinite(records[-1]["loss"]) and len(records[-1]["exits"]) == 6
+    sweep = early_exit_sweep(trained, data.dev, args, timed=1)
+    assert all(0 <= row["score"] <= 100 and len(row["layers"]) == 48 for row in sweep)
 
 
 def test_cached_or_run_again(capsys, tiny):
@@ -266,16 +286,17 @@ def loss_by_hand(model, exits, data, rows, args):
 
 @pytest.mark.parametrize("strategy, alternate, per_update", [
     ("jt", "epoch", ["all", "all", "all", "all"]), ("alt", "epoch", ["last", "last", "all", "all"]),
-    ("alt", "step", ["last", "all", "last", "all"])])
+    ("alt", "step", ["last", "all", "last", "all"]), ("alt", "epoch", ["all", "all", "last", "last", "all", "all"])])
 def test_joint_and_alternating_by_hand(monkeypatch, capsys, settings, strategy, alternate, per_update):
     """The gradients of each update, against losses written out; and what is printed about whose turn it was."""
-    args = settings("--limit", "64", "--epochs", "2", "--lr", "1e-9", **{**OWN, "alternate": alternate})
+    epochs = len(per_update) // 2
+    args = settings("--limit", "64", "--epochs", str(epochs), "--lr", "1e-9", **{**OWN, "alternate": alternate})
     data, seen = prepare(args), capture(monkeypatch, EXIT)
     monkeypatch.setattr(EXIT, "evaluate_exits", lambda *_: [{"score": 0.0}])
     monkeypatch.setitem(EXITS, "mha", functools.partial(MHAExit, dropout=0.0))
     trained, records = EXIT.train_backbone(strategy, "mha", 0, data, args)
     assert len(trained["exits"]) == 6
-    batches = [batch for epoch in (0, 1) for batch in epoch_batches(data.train, 32, 0, epoch)]
+    batches = [batch for epoch in range(epochs) for batch in epoch_batches(data.train, 32, 0, epoch)]
     parameters = [p for group in common.make_optimizer(trained, 1, 1)[0].param_groups for p in group["params"]]
     losses = []
     for batch, who, got in zip(batches, per_update, seen["gradients"], strict=True):
@@ -285,7 +306,7 @@ def test_joint_and_alternating_by_hand(monkeypatch, capsys, settings, strategy, 
             assert (g is None) == (w is None)
             if g is not None:
                 torch.testing.assert_close(g, w, rtol=1e-3, atol=1e-5)
-    assert [r["loss"] for r in records] == pytest.approx([np.mean(losses[:2]), np.mean(losses[2:])], abs=1e-4)
+    assert [r["loss"] for r in records] == pytest.approx(np.reshape(losses, (-1, 2)).mean(axis=1), abs=1e-4)
     printed = re.findall(r"s \((.*)\)$", capsys.readouterr().out, re.MULTILINE)
     assert printed == (["every second update all exits"] * 2 if alternate == "step" else
                        ["all exits" if who == "all" else "last exit" for who in per_update[::2]])
@@ -293,7 +314,7 @@ def test_joint_and_alternating_by_hand(monkeypatch, capsys, settings, strategy, 
 
 # ------------------------------------------------------------------------------------------------- ACL-CL
 
-def test_ladder_objectives(tiny):
+def test_ladder_objectives():
     """What each rung minimises, on the losses of one batch: the rows of its contrastive term, computed here anew."""
     torch.manual_seed(0)
     h, h_M, l, l_M = torch.randn(6, 8), torch.randn(6, 8), torch.randn(2, 8), torch.randn(2, 8)
@@ -328,7 +349,8 @@ def test_the_loss_of_a_rung_is_what_its_name_says(monkeypatch, tiny, name):
         h_M, logits_M = trained["exits"][-1](hidden[-1], mask)
         for exit_, layer in zip(trained["exits"][:-1], hidden):
             h, logits = exit_(layer, mask)
-            main += F.cross_entropy(logits, y) + F.kl_div(logits.log_softmax(1), logits_M.softmax(1), reduction="batchmean")
+            main += F.cross_entropy(logits, y)
+            main += F.kl_div(logits.log_softmax(1), logits_M.softmax(1), reduction="batchmean")
             l, l_M, two = exit_.classifier.weight, trained["exits"][-1].classifier.weight, torch.arange(2)
             rows, labels = {"acl_cl": ([h, l, h_M, l_M], [y, two, y, two]), "acl_embed": ([h, l], [y, two]),
                             "scl": ([h], [y]), None: ([], [])}[CL.LADDER[name].contrast]
@@ -370,6 +392,7 @@ def test_one_exits_conflict_leaves_the_others_alone(monkeypatch, tiny):
         same = all(torch.equal(trained[0][m][key], trained[1][m][key]) for key in trained[0][m])
         assert same == (m != 1)
     assert angles[0]["exit 2"][0] + angles[1]["exit 2"][0] == pytest.approx(180, abs=1e-3)
+    assert (angles[0]["exit 2"][0] > 90) != (angles[1]["exit 2"][0] > 90)       # one of the two runs closed its gate
     assert angles[0]["exit 1"] == angles[1]["exit 1"]
 
 
@@ -395,11 +418,10 @@ def test_stage_one_is_script_03(monkeypatch, settings):
     for method in ("ce", "scl", "acl"):
         wanted, (_, got) = grad.train(method, 0, data, args), CL.train_backbone(method, args.lam, 0, data, args)
         assert got[0]["scores"] == wanted[0]["scores"]
-        if method != "ce":
-            assert got[0]["loss"] == pytest.approx(wanted[0]["loss"], abs=1e-6)
+        assert got[0]["loss"] == pytest.approx(wanted[0]["loss"], abs=1e-6)
         if method == "acl":
             assert got[0]["angles"]["all"] == pytest.approx(wanted[0]["angles"]["all"], abs=0.01)
-    ce, other = (script.train_backbone(*first, 0, data, args) for script, first in ((CL, ("ce", 0.0)), (EXIT, ("2st", "mha"))))
+    ce, other = CL.train_backbone("ce", 0.0, 0, data, args), EXIT.train_backbone("2st", "mha", 0, data, args)
     assert ce[1][0]["loss"] == pytest.approx(other[1][0]["loss"], abs=1e-6)
     for key, weight in ce[0].state_dict().items():
         torch.testing.assert_close(weight, other[0].state_dict()[key], rtol=0, atol=1e-6)
@@ -548,7 +570,10 @@ def test_not_a_saved_model(tmp_path, tiny):
     with pytest.raises(InputError, match="not a model that --save wrote"):
         load_model(tmp_path)
     folder = tmp_path / "saved"
-    save_model(folder, load_backbone("tiny")[0], multi_exit(model["backbone"]), {"exit": "mha", "label_names": ["a", "b"]})
+    common.reserve(folder)
+    save_model(folder, load_backbone("tiny")[0], multi_exit(model["backbone"]),
+               {"exit": "mha", "label_names": ["a", "b"]})
+    common.reserve(folder)                              # an earlier model may be overwritten
     (folder / "settings.json").write_text('{"exit": "linear", "label_names": ["a", "b"]}')
     with pytest.raises(InputError, match="doesn't fit settings.json"):
         load_model(folder)
@@ -557,7 +582,9 @@ def test_not_a_saved_model(tmp_path, tiny):
         load_model(folder)
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match="can't be saved there"):
-        save_model(tmp_path / "file" / "below", load_backbone("tiny")[0], model, {})
+        common.reserve(tmp_path / "file" / "below")
+    with pytest.raises(InputError, match="found other files"):
+        common.reserve(tmp_path)
 
 
 def test_readme_example(settings, tmp_path, monkeypatch, capsys):
@@ -566,9 +593,10 @@ def test_readme_example(settings, tmp_path, monkeypatch, capsys):
     prepare(args)
     tokenizer, backbone = load_backbone("tiny")
     monkeypatch.chdir(tmp_path)
-    save_model("my_model", tokenizer, multi_exit(backbone), {"exit": "mha", "label_names": ["negative", "positive"]})
-    code = [block for block in re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.S)
-            if "load_model" in block]
+    save_model("my_model", tokenizer, multi_exit(backbone),
+               {"exit": "mha", "label_names": ["negative", "positive"]})
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    code = [block for block in re.findall(r"```python\n(.*?)```", readme, re.S) if "load_model" in block]
     assert len(code) == 1
     capsys.readouterr()
     exec(code[0], {})
@@ -576,17 +604,19 @@ def test_readme_example(settings, tmp_path, monkeypatch, capsys):
 
 
 def test_layer_table():
-    """Layers without an exit show a dash; the average is over exits, then over runs; minutes per stage."""
+    """Layers without an exit show a dash; what stage two leaves as it is counts once per stage one."""
     def run(method, seed, scores, layers, **more):
         return {"method": method, "seed": seed, "layers": layers, "parameters": {"backbone": 1000, "exits": 20},
-                "epochs": [{"exits": [{"score": s} for s in scores], "seconds": 30}], **more}
+                "epochs": [{"exits": [{"score": s, "f1": f1} for s in scores], "seconds": 30}], **more}
+    f1 = 50
     table = layer_table([run("2st", "0.0", [60, 80], [1, 2], stage_one=[{"seconds": 90}]),
                          run("2st", "0.1", [64, 80], [1, 2], stage_one=[{"seconds": 90}]), run("first1", 0, [70], [1]),
                          run("jt", 0, [61, 79], [1, 2])]).splitlines()
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table]
     assert cells[0] == ["score", "2st", "first1", "jt"]
-    assert cells[2:] == [["exit 1", "62.0 ± 2.8", "70.0", "61.0"], ["exit 2", "80.0 ± 0.0", "–", "79.0"],
-                         ["average", "71.0 ± 1.4", "–", "70.0"], ["minutes, stage one", "1.50 ± 0.00", "0.50", "0.50"],
+    assert cells[2:] == [["exit 1", "62.0 ± 2.8", "70.0", "61.0"], ["exit 2", "80.0", "–", "79.0"],
+                         ["last exit: f1", "50.0", "50.0", "50.0"],
+                         ["average", "71.0 ± 1.4", "–", "70.0"], ["minutes, stage one", "1.50", "0.50", "0.50"],
                          ["minutes, stage two", "0.50 ± 0.00", "–", "–"], ["parameters added %", "2.00", "2.00", "2.00"],
                          ["runs", "2", "1", "1"]]
 
@@ -594,7 +624,8 @@ def test_layer_table():
 def test_exit_facts(tiny):
     args, data, model = tiny("--limit", "20")
     facts = exit_facts(model)
-    assert facts["layers"] == [6] and facts["parameters"]["exits"] == sum(p.numel() for p in model["exits"].parameters())
+    assert facts["layers"] == [6] and facts["parameters"] == {
+        name: sum(p.numel() for p in model[name].parameters()) for name in ("backbone", "exits")}
     assert exit_facts(multi_exit(model["backbone"]))["layers"] == [1, 2, 3, 4, 5, 6]
 
 
@@ -611,6 +642,67 @@ def test_tsne(tiny, capsys, tmp_path):
 
 def test_mnli_has_both_halves_per_exit(tiny):
     args, data, model = tiny("--limit", "20")
-    args.task, data = "mnli", data._replace(dev=data.train, dev_mismatched=data.train)
+    other = data.train._replace(labels=1 - data.train.labels)
+    args.task, data = "mnli", data._replace(dev=data.train, dev_mismatched=other)
     scores = evaluate_exits(multi_exit(model["backbone"])["exits"], hidden_states(model["backbone"], data, args), args)
-    assert len(scores) == 6 and all(s["accuracy_mismatched"] == s["accuracy"] for s in scores)
+    assert len(scores) == 6
+    assert [s["accuracy_mismatched"] for s in scores] == pytest.approx([100 - s["accuracy"] for s in scores])
+
+
+def call(monkeypatch, capsys, script, *flags):
+    """Runs a script's main in this process. → what it printed"""
+    monkeypatch.setattr(sys, "argv", [f"{script.__name__[7:]}.py", "--device", "cpu", *flags])
+    monkeypatch.setattr(common, "POLICIES", {"entropy": (0.4,), "patience": (1,), "confidence": (0.8,)})
+    capsys.readouterr()
+    script.main()
+    return capsys.readouterr().out
+
+
+SMALL = ("--limit", "33", "--epochs", "1")
+
+
+def test_04_with_all_its_flags(monkeypatch, capsys, tmp_path):
+    """A column per strategy, kind and rate; the baseline; ± only where stage two was repeated."""
+    said = call(monkeypatch, capsys, EXIT, *SMALL, "--out", str(tmp_path), "--strategy", "2st", "jt", "alt",
+                "--exit", "mha", "linear", "--num_layers", "2", "--exit_lr", "1e-3", "5e-4", "--exit_seeds", "2")
+    header = next(line for line in said.splitlines() if line.startswith("| score"))
+    assert [cell.strip() for cell in header.split("|")[2:-1]] == [
+        f"{name}-{kind}{rate}" for kind in ("mha", "linear")
+        for name, rate in (("2st", "@0.001"), ("2st", "@0.0005"), ("jt", ""), ("alt", ""), ("first2", ""))]
+    rows = {line.split("|")[1].strip(): line for line in said.splitlines() if line.startswith("| ")}
+    assert rows["exit 1"].count("±") == 4 and rows["exit 6"].count("±") == 0
+    assert len(list(tmp_path.rglob("*.json"))) == 2 * (2 * 2 + 3) and "first 2 layers" in said
+    assert said.count("Early exit, ") == 2 * 4
+
+
+def test_05_ablation_saving_and_loading(monkeypatch, capsys, tmp_path):
+    """Six rungs from two stage ones; two pictures of t-SNE; the loaded model's scores are the saved one's."""
+    said = call(monkeypatch, capsys, CL, *SMALL, "--out", str(tmp_path / "runs"), "--ablation", "--tsne", "2",
+                "--save", str(tmp_path / "model"), "--exit_seeds", "2")
+    assert said.count("(stage one") == 2 and said.count("hidden states:") == 2
+    table = said[said.index("what changes"):].splitlines()[2:8]
+    assert [line.split("|")[1].strip() for line in table] == ["acl-cl", "a", "b", "c", "d", "2st"]
+    assert "+0.00" in table[0]
+    discarded = said[said.index("batches discarded %"):].splitlines()[2:5]
+    assert [line.split("|")[1].strip() for line in discarded] == ["acl-cl", "a", "b"]
+    assert len(list(tmp_path.rglob("*seed0.1.json"))) == 6 and list(tmp_path.rglob("tsne-exit2.png"))
+    said = call(monkeypatch, capsys, CL, "--load", str(tmp_path / "model"))
+    lines = {line.split(":")[0].strip(): line.split("dev")[1] for line in said.splitlines() if ": dev " in line}
+    assert lines["saved"] == lines["loaded"]
+    settings_ = tmp_path / "model" / "settings.json"
+    settings_.write_text(settings_.read_text().replace('"toy"', '"rte"'))
+    with pytest.raises(InputError, match="trained on --task rte, found --task toy"):
+        call(monkeypatch, capsys, CL, "--load", str(tmp_path / "model"))
+
+
+def test_05_lambda_study(monkeypatch, capsys, tmp_path):
+    """λ = 0 is cross-entropy for both methods; the table's spread is that of its row; the records say which λ."""
+    said = call(monkeypatch, capsys, CL, *SMALL, "--out", str(tmp_path), "--lams", "0", "1")
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in said.splitlines() if line.startswith("| ")]
+    assert rows[0] == ["score", "λ 0", "λ 1", "max − min", "seeds"] and [row[0] for row in rows[2:]] == ["scl", "acl"]
+    assert rows[2][1] == rows[3][1]
+    for row in rows[2:]:
+        assert float(row[3]) == pytest.approx(abs(float(row[1]) - float(row[2])), abs=0.11)
+    records = [json.loads(path.read_text()) for path in tmp_path.rglob("*.json")]
+    assert sorted((r["method"], r["lam"]) for r in records) == [
+        ("acl-lam0", 0), ("acl-lam1", 1), ("scl-lam0", 0), ("scl-lam1", 1)]

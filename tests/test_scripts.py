@@ -62,7 +62,8 @@ def test_help(monkeypatch, capsys, name):
 @pytest.mark.parametrize("script, flags, parts", [(script, *case) for script, cases in {"03_acl_grad": [
     (["--tau", "0"], ["--tau", "'0'", "> 0"]), (["--lam", "1.5"], ["--lam", "'1.5'", "≤ 1"]),
     (["--epochs", "0"], ["--epochs", "≥ 1"]), (["--seeds", "1", "1"], ["--seeds", "distinct"]),
-    (["--angl", "80"], ["unrecognized", "--angl"]), (["--angle", "181"], ["--angle", "≤ 180"]), (["--lr", "nan"], ["--lr", "'nan'"]),
+    (["--angl", "80"], ["unrecognized", "--angl"]), (["--angle", "181"], ["--angle", "≤ 180"]),
+    (["--lr", "nan"], ["--lr", "'nan'"]),
     (["--max_length", "129"], ["--max_length", "129", "≤ 128"]), (["--device", "quantum"], ["--device", "quantum"]),
     (["--task", "rte", "--model", "tiny"], ["--model", "toy"]),
     (["--task", "rte", "--data_dir", "absent"], ["absent", "RTE"])], "04_multi_exit_2st": [
@@ -71,8 +72,10 @@ def test_help(monkeypatch, capsys, name):
     (["--strategy", "3st"], ["--strategy", "3st", "alt"]), (["--exit", "conv"], ["--exit", "conv", "linear"]),
     (["--alternate", "batch"], ["--alternate", "batch", "step"])], "05_acl_cl": [
     (["--tsne", "7"], ["--tsne", "7", "1 … 6"]), (["--tsne", "0"], ["--tsne", "≥ 1"]),
-    (["--lams", "0.1", "1.5"], ["--lams", "1.5", "≤ 1"]), (["--load", "./absent"], ["./absent", "no such directory"]),
-    (["--load", "tests"], ["tests"])]}.items() for case in cases])
+    (["--lams", "0.1", "1.5"], ["--lams", "1.5", "≤ 1"]), (["--lams", "0.1", "0.10"], ["--lams", "distinct"]),
+    (["--exit_lr", "1e-3", "0.001"], ["--exit_lr", "distinct"]), (["--load", "x", "--save", "y"], ["--load", "--save"]),
+    (["--load", "absent"], ["absent", "not a model that --save wrote"]),
+    (["--save", str(ROOT)], [str(ROOT), "expected an empty folder"])]}.items() for case in cases])
 def test_bad_flag(monkeypatch, capsys, script, flags, parts):
     """One sentence naming the flag, what was found and what was expected; exit code 2."""
     monkeypatch.setattr(sys, "argv", [f"{script}.py", *flags])
