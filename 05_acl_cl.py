@@ -197,13 +197,13 @@ def train_exits(model, name, seed, exit_lr, states, args):
 
 
 def ablation_table(records):  # NEW
-    """One row per rung of the ladder: average over all exits, and how far it is from the full method. → Markdown"""
+    """One row per rung: average over all exits, and the difference to the full method, seed by seed. → Markdown"""
     averages = {method: exit_scores(runs).mean(axis=1) for method, runs in by_method(records).items()}
     rows = []
     for method, average in averages.items():
         name, *rate = method.split("@")
-        full = averages["@".join(["acl-cl", *rate])].mean()
-        rows.append([method, LADDER[name].meaning, mean_std(average), f"{average.mean() - full:+.2f}", len(average)])
+        full = averages["@".join(["acl-cl", *rate])]
+        rows.append([method, LADDER[name].meaning, mean_std(average), mean_std(average - full, 2), len(average)])
     return markdown_table(["method", "what changes", "average over exits", "against full", "runs"], rows)
 
 

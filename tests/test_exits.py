@@ -617,8 +617,8 @@ def test_layer_table():
     assert cells[2:] == [["exit 1", "62.0 ± 2.8", "70.0", "61.0"], ["exit 2", "80.0", "–", "79.0"],
                          ["last exit: f1", "50.0", "50.0", "50.0"],
                          ["average", "71.0 ± 1.4", "–", "70.0"], ["minutes, stage one", "1.50", "0.50", "0.50"],
-                         ["minutes, stage two", "0.50 ± 0.00", "–", "–"], ["parameters added %", "2.00", "2.00", "2.00"],
-                         ["runs", "2", "1", "1"]]
+                         ["minutes, stage two", "0.50 ± 0.00", "–", "–"],
+                         ["parameters added %", "2.00", "2.00", "2.00"], ["runs", "2", "1", "1"]]
 
 
 def test_exit_facts(tiny):
@@ -682,7 +682,7 @@ def test_05_ablation_saving_and_loading(monkeypatch, capsys, tmp_path):
     assert said.count("(stage one") == 2 and said.count("hidden states:") == 2
     table = said[said.index("what changes"):].splitlines()[2:8]
     assert [line.split("|")[1].strip() for line in table] == ["acl-cl", "a", "b", "c", "d", "2st"]
-    assert "+0.00" in table[0]
+    assert "0.00 ± 0.00" in table[0]
     discarded = said[said.index("batches discarded %"):].splitlines()[2:5]
     assert [line.split("|")[1].strip() for line in discarded] == ["acl-cl", "a", "b"]
     assert len(list(tmp_path.rglob("*seed0.1.json"))) == 6 and list(tmp_path.rglob("tsne-exit2.png"))
