@@ -198,6 +198,7 @@ class TaskData(NamedTuple):
 
     @property
     def num_labels(self):
+        """K, the number of classes."""
         return len(self.label_names)
 
 

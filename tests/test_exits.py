@@ -1,6 +1,5 @@
 """Multi-exit BERT: stage two, the frozen hidden states, joint and alternating training, ACL-CL, early exit."""
 
-import copy
 import functools
 import gc
 import json
