@@ -581,16 +581,23 @@ def gradient_angle(first, second):
 
     None counts as zeros. → degrees, 0-dim tensor; nan where either vector is zero or not finite: there is no angle.
     """
-    def inner(a, b):
-        products = [at_least_float32(x).flatten() @ at_least_float32(y).flatten()
-                    for x, y in zip(a, b, strict=True) if x is not None and y is not None]
-        if not products:
-            return torch.zeros(())
-        total = torch.stack(products)
-        return (total if total.device.type == "mps" else total.double()).sum()      # mps has no float64
+    pairs = [(torch.zeros_like(y) if x is None else x, torch.zeros_like(x) if y is None else y)
+             for x, y in zip(first, second, strict=True) if x is not None or y is not None]
+    if not pairs:
+        return torch.tensor(torch.nan)
+    # Many short tensors joined cost one product instead of many; long ones aren't copied.
+    vectors = [(x.flatten(), y.flatten()) for x, y in pairs if x.numel() > 100_000]
+    short = [(x.flatten(), y.flatten()) for x, y in pairs if x.numel() <= 100_000]
+    if short:
+        vectors.append([torch.cat(side) for side in zip(*short)])
 
-    norms = inner(first, first).sqrt() * inner(second, second).sqrt()
-    cosine = (inner(first, second) / norms).clamp(-1, 1)        # rounding can push the cosine of g and g over 1
+    def total(products):
+        products = torch.stack(products)
+        return (products if products.device.type == "mps" else products.double()).sum()     # mps has no float64
+
+    vectors = [(at_least_float32(x), at_least_float32(y)) for x, y in vectors]
+    norms = total([x @ x for x, _ in vectors]).sqrt() * total([y @ y for _, y in vectors]).sqrt()
+    cosine = (total([x @ y for x, y in vectors]) / norms).clamp(-1, 1)      # rounding can push it over 1
     return torch.where(norms.isfinite(), torch.rad2deg(torch.acos(cosine)), torch.nan)     # 0/inf would pass for 90°
 
 
