@@ -23,12 +23,12 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
-from tqdm import tqdm
 
 from common import (MHAExit, add_gradients, angle_figure, angles_over, apply_update, autocast, epoch_batches,
-                    epoch_line, evaluate, gradient_angle, load_backbone, loss_gradients, make_batch,
-                    make_optimizer, markdown_table, mean_loss, number, parse, prepare, run, run_folder,
-                    score_table, shared_flags, show, supervised_contrastive_loss, to_list, write_record)
+                    epoch_line, evaluate, gradient_angle, is_finished, load_backbone, loss_gradients, make_batch,
+                    make_optimizer, markdown_table, mean_loss, number, own_share, parse, prepare, progress,
+                    read_records, resume, run, run_folder, save_checkpoint, score_table, shared_flags, show,
+                    supervised_contrastive_loss, to_list, write_record)
 
 SCOPES = ("all", "backbone", "exit", "h")
 
@@ -46,9 +46,10 @@ def train(method, seed, data, args):
 
     num_updates = args.epochs * len(epoch_batches(data.train, args.batch_size, seed, 0))
     optimizer, schedule = make_optimizer(model, args.lr, num_updates)
-    bar = tqdm(total=num_updates, desc=f"{method} seed {seed}", disable=None, leave=False)
-    step, records = 0, []
-    for epoch in range(args.epochs):
+    name, state = f"{method}-seed{seed}", [model, optimizer, schedule]
+    records = resume(args, name, state)                 # [], unless this run was stopped
+    bar = progress(f"{method} seed {seed}", num_updates, len(records) / args.epochs, args)
+    for epoch in range(len(records), args.epochs):
         started = time.perf_counter()
         batches = epoch_batches(data.train, args.batch_size, seed, epoch)
         num_micro = sum(map(len, batches))
@@ -68,7 +69,7 @@ def train(method, seed, data, args):
                 scl = supervised_contrastive_loss(h, y, args.tau)
                 loss = (1 - lam) * ce + lam * scl
                 weight = len(rows) / sum(map(len, batch))       # of this micro-batch in the update
-                if step % args.angle_every == 0:
+                if (epoch * num_micro + i) % args.angle_every == 0:
                     # Two backward passes through one graph, each loss alone. h comes last, as one more "parameter".
                     g_ce = loss_gradients(ce, [*parameters, h], retain_graph=True)
                     g_scl = loss_gradients(scl, [*parameters, h])
@@ -79,15 +80,17 @@ def train(method, seed, data, args):
                 else:
                     (weight * loss).backward()
                 losses[i] = loss.detach()
-                i, step = i + 1, step + 1
+                i += 1
             skipped += apply_update(optimizer, schedule)
             show(bar, loss=losses[i - 1], angle=angles[i - 1, 0])
 
         losses, angles = losses.cpu(), angles.cpu()     # waits for the device, so the clock is read after it
         seconds = time.perf_counter() - started
-        record = {"loss": mean_loss(losses), "scores": evaluate(model, data, args), "skipped": int(skipped),
-                  "angles": {scope: to_list(angles[:, k]) for k, scope in enumerate(SCOPES)}, "seconds": seconds}
+        record = {"loss": mean_loss(losses, batches, epoch), "scores": evaluate(model, data, args),
+                  "skipped": int(skipped), "seconds": seconds,
+                  "angles": {scope: to_list(angles[:, k]) for k, scope in enumerate(SCOPES)}}
         records.append(record)
+        save_checkpoint(args, name, state, records)
         bar.write(epoch_line(method, seed, args.epochs, records))
     bar.close()
     return records
@@ -113,8 +116,11 @@ def main():
                         help="measure the angle every n steps (default 1)")
     args = parse(parser)
     data = prepare(args)
-    records = [write_record(args, method, seed, train(method, seed, data, args))
-               for seed in args.seeds for method in ("ce", "ce+scl")]
+    runs = [(method, seed) for seed in args.seeds for method in ("ce", "ce+scl")]
+    for method, seed in own_share(args, runs):
+        if not is_finished(args, method, seed):
+            write_record(args, method, seed, train(method, seed, data, args))
+    records = read_records(args, runs)
     print("\n" + score_table(records))
     print("\nMean angle / share of batches over 90°:\n\n" + angle_table(records) + "\n")
     angle_figure(run_folder(args) / "angles.png", records)

@@ -21,12 +21,12 @@ import time
 import torch
 import torch.nn.functional as F
 from torch import nn
-from tqdm import tqdm
 
 from common import (MHAExit, add_gradients, angle_figure, angles_over, apply_update, autocast, by_method, epoch_batches,
-                    epoch_line, evaluate, gradient_angle, load_backbone, loss_gradients, make_batch,
-                    make_optimizer, markdown_table, mean_loss, mean_std, number, parse, prepare, run, run_folder,
-                    score_table, shared_flags, show, supervised_contrastive_loss, to_list, write_record)
+                    epoch_line, evaluate, gradient_angle, is_finished, load_backbone, loss_gradients, make_batch,
+                    make_optimizer, markdown_table, mean_loss, mean_std, number, own_share, parse, prepare, progress,
+                    read_records, resume, run, run_folder, save_checkpoint, score_table, shared_flags, show,
+                    supervised_contrastive_loss, to_list, write_record)
 
 ANGLE_EVERY = 10        # without a gate the angle is only looked at, and a look costs a backward pass  # NEW
 METHODS = ("ce", "scl", "acl_embed", "acl")  # NEW
@@ -45,9 +45,10 @@ def train(method, seed, data, args):
 
     num_updates = args.epochs * len(epoch_batches(data.train, args.batch_size, seed, 0))
     optimizer, schedule = make_optimizer(model, args.lr, num_updates)
-    bar = tqdm(total=num_updates, desc=f"{method} seed {seed}", disable=None, leave=False)
-    step, records = 0, []
-    for epoch in range(args.epochs):
+    name, state = f"{method}-seed{seed}", [model, optimizer, schedule]
+    records, angle = resume(args, name, state), torch.nan       # [], unless this run was stopped
+    bar = progress(f"{method} seed {seed}", num_updates, len(records) / args.epochs, args)
+    for epoch in range(len(records), args.epochs):
         started = time.perf_counter()
         batches = epoch_batches(data.train, args.batch_size, seed, epoch)
         num_micro = sum(map(len, batches))
@@ -71,7 +72,7 @@ def train(method, seed, data, args):
                     contrast = supervised_contrastive_loss(h, y, args.tau)
                 loss = (1 - lam) * ce + lam * contrast
                 weight = len(rows) / sum(map(len, batch))       # of this micro-batch in the update
-                if method == "acl" or step % ANGLE_EVERY == 0:  # NEW
+                if method == "acl" or (epoch * num_micro + i) % ANGLE_EVERY == 0:  # NEW
                     # Two backward passes through one graph, each loss alone. Never a third.
                     g_ce = loss_gradients(ce, parameters, retain_graph=True)
                     g_contrast = loss_gradients(contrast, parameters)
@@ -85,15 +86,16 @@ def train(method, seed, data, args):
                 else:
                     (weight * loss).backward()
                 losses[i] = loss.detach()
-                i, step = i + 1, step + 1
+                i += 1
             skipped += apply_update(optimizer, schedule)
             show(bar, loss=losses[i - 1], angle=angle, discarded=discarded / i)  # NEW
 
         losses, angles = losses.cpu(), angles.cpu()     # waits for the device, so the clock is read after it
         seconds = time.perf_counter() - started
-        record = {"loss": mean_loss(losses), "scores": evaluate(model, data, args), "skipped": int(skipped),
-                  "angles": {"all": to_list(angles)}, "seconds": seconds}
+        record = {"loss": mean_loss(losses, batches, epoch), "scores": evaluate(model, data, args),
+                  "skipped": int(skipped), "angles": {"all": to_list(angles)}, "seconds": seconds}
         records.append(record)
+        save_checkpoint(args, name, state, records)
         bar.write(epoch_line(method, seed, args.epochs, records))
     bar.close()
     return records
@@ -116,8 +118,11 @@ def main():
                         help="discard the contrastive term where γ is over this many degrees (default 90)")
     args = parse(parser)
     data = prepare(args)
-    records = [write_record(args, method, seed, train(method, seed, data, args))
-               for seed in args.seeds for method in dict.fromkeys(args.methods)]
+    runs = [(method, seed) for seed in args.seeds for method in dict.fromkeys(args.methods)]
+    for method, seed in own_share(args, runs):
+        if not is_finished(args, method, seed):
+            write_record(args, method, seed, train(method, seed, data, args))
+    records = read_records(args, runs)
     print("\n" + score_table(records, args.angle))  # NEW
     print("\n" + discard_table(records, args.angle) + "\n")  # NEW
     angle_figure(run_folder(args) / "angles.png", records, args.angle, gated=["acl"])  # NEW

@@ -19,47 +19,50 @@ Prints a line per epoch with the dev score of every exit, then layer × score fo
 trained model what early exiting makes of it. Draws score against layer, and score against mean layers run.
 """
 
+import itertools
 import time
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from tqdm import tqdm
 
-from common import (EXITS, apply_update, autocast, by_method, distillation_loss, early_exit_sweep, epoch_batches,
-                    epoch_line, evaluate_exits, exit_facts, freeze, hidden_states, load_backbone, make_batch,
-                    make_optimizer, mean_loss, number, parse, prepare, report_exits, run, run_folder, shared_flags,
-                    show, stage_two_flags, write_record)
+from common import (EXITS, apply_update, autocast, distillation_loss, drop_checkpoints, early_exit_sweep,
+                    epoch_batches, epoch_line, evaluate_exits, exit_facts, freeze, hidden_states, is_finished,
+                    load_backbone, make_batch, make_optimizer, mean_loss, number, own_share, parse, prepare, progress,
+                    read_records, report_exits, resume, run, run_folder, save_checkpoint, shared_flags, show,
+                    stage_two_flags, write_record)
 
 STRATEGIES = ("2st", "jt", "alt")
 
 
-def train_backbone(strategy, kind, seed, data, args, num_layers=None):
+def train_backbone(strategy, kind, seed, data, args):
     """Trains backbone and last exit ("2st": its stage one), or with them all other exits ("jt", "alt").
 
-    kind: of the exits, a key of EXITS. num_layers: the first n layers only, the baseline "BERT-6L".
+    "first6" and the like: the first layers only, with one exit, the baseline "BERT-6L". kind: a key of EXITS.
     → model {"backbone", "exits"}, one dict per epoch for the record
     """
     # N batch size, L tokens, M layers, d backbone width, d_e exit width, K classes
     torch.manual_seed(seed)
+    num_layers = args.num_layers if strategy.startswith("first") else None
     _, backbone = load_backbone(args.model, num_layers)
     M = backbone.config.num_hidden_layers
     exits = nn.ModuleList(EXITS[kind](backbone.config.hidden_size, data.num_labels)
-                          for _ in range(1 if strategy == "2st" else M))            # exits[-1] reads layer M  # NEW
+                          for _ in range(M if strategy in ("jt", "alt") else 1))    # exits[-1] reads layer M  # NEW
     model = nn.ModuleDict({"backbone": backbone, "exits": exits}).to(args.device)
     states = hidden_states(backbone, data, args)        # for evaluation; nothing is kept while the backbone changes
 
     num_updates = args.epochs * len(epoch_batches(data.train, args.batch_size, seed, 0))
     optimizer, schedule = make_optimizer(model, args.lr, num_updates)
-    bar = tqdm(total=num_updates, desc=f"{strategy} seed {seed}", disable=None, leave=False)
-    update, records = 0, []
-    for epoch in range(args.epochs):
+    name, state = f"{strategy}-{kind}-seed{seed}", [model, optimizer, schedule]
+    records = resume(args, name, state)                 # [], unless this run was stopped
+    bar = progress(f"{strategy} seed {seed}", num_updates, len(records) / args.epochs, args)
+    for epoch in range(len(records), args.epochs):
         started = time.perf_counter()
         batches = epoch_batches(data.train, args.batch_size, seed, epoch)
         losses, skipped = torch.zeros(sum(map(len, batches)), device=args.device), torch.zeros((), device=args.device)
         i = 0
         model.train()
-        for batch in batches:                           # one update
+        for update, batch in enumerate(batches, start=epoch * len(batches)):
             # Counted from the end, so that the last turn, the one that is scored, is that of all exits.
             turns_left = args.epochs - epoch if args.alternate == "epoch" else num_updates - update  # NEW
             joint = strategy == "jt" or (strategy == "alt" and turns_left % 2 == 1)  # NEW
@@ -75,14 +78,14 @@ def train_backbone(strategy, kind, seed, data, args, num_layers=None):
                 losses[i] = loss.detach()
                 i += 1
             skipped += apply_update(optimizer, schedule)
-            update += 1
             show(bar, loss=losses[i - 1])
 
         losses = losses.cpu()                           # waits for the device, so the clock is read after it
         seconds = time.perf_counter() - started
         scores = evaluate_exits(exits, states, args)
-        records.append({"loss": mean_loss(losses), "scores": scores[-1], "exits": scores, "skipped": int(skipped),
-                        "seconds": seconds})
+        records.append({"loss": mean_loss(losses, batches, epoch), "scores": scores[-1], "exits": scores,
+                        "skipped": int(skipped), "seconds": seconds})
+        save_checkpoint(args, name, state, records)
         what = (f"first {num_layers} layers" if num_layers else "stage one" if strategy == "2st" else
                 "all exits" if joint else "last exit")
         if strategy == "alt" and args.alternate == "step":
@@ -92,26 +95,28 @@ def train_backbone(strategy, kind, seed, data, args, num_layers=None):
     return model, records
 
 
-def train_exits(model, kind, seed, exit_lr, states, args):  # NEW
+def train_exits(model, kind, method, seed, exit_lr, states, args):  # NEW
     """Stage two: trains exits 1 … M−1 on the frozen backbone, the last exit being their teacher.
 
     They share nothing that is trained, so one pass over the data trains all of them, each with its own loss, its own
-    clipping and its own optimiser. states: what `freeze` returns.
-    → model with M exits, one dict per epoch for the record
+    clipping and its own optimiser. method, seed: of the record, seed being "stage one's.stage two's"; states: what
+    `freeze` returns. → model with M exits, one dict per epoch for the record
     """
-    torch.manual_seed(seed)
+    exit_seed = int(seed.split(".")[1])
+    torch.manual_seed(exit_seed)
     teacher = model["exits"][-1].requires_grad_(False)
     config, K, train = model["backbone"].config, teacher.classifier.out_features, states["train"].split
     students = nn.ModuleList(EXITS[kind](config.hidden_size, K) for _ in range(config.num_hidden_layers - 1))
     exits = nn.ModuleList([*students.to(args.device), teacher])
 
-    num_updates = args.exit_epochs * len(epoch_batches(train, args.batch_size, seed, 0))
+    num_updates = args.exit_epochs * len(epoch_batches(train, args.batch_size, exit_seed, 0))
     optimizers = [make_optimizer(exit_, exit_lr, num_updates) for exit_ in students]
-    bar = tqdm(total=num_updates, desc=f"stage two, seed {seed}", disable=None, leave=False)
-    records = []
-    for epoch in range(args.exit_epochs):
+    name, state = f"{method}-seed{seed}", [students, *itertools.chain(*optimizers)]
+    records = resume(args, name, state)
+    bar = progress(f"{method} seed {seed}", num_updates, len(records) / args.exit_epochs, args)
+    for epoch in range(len(records), args.exit_epochs):
         started = time.perf_counter()
-        batches = epoch_batches(train, args.batch_size, seed, epoch)
+        batches = epoch_batches(train, args.batch_size, exit_seed, epoch)
         losses, skipped = torch.zeros(sum(map(len, batches)), device=args.device), torch.zeros((), device=args.device)
         i = 0
         teacher.eval()
@@ -134,9 +139,10 @@ def train_exits(model, kind, seed, exit_lr, states, args):  # NEW
         losses = losses.cpu()
         seconds = time.perf_counter() - started
         scores = evaluate_exits(exits, states, args)
-        records.append({"loss": mean_loss(losses), "scores": scores[-1], "exits": scores, "skipped": int(skipped),
-                        "seconds": seconds})
-        bar.write(epoch_line("exits", seed, args.exit_epochs, records))
+        records.append({"loss": mean_loss(losses, batches, epoch), "scores": scores[-1], "exits": scores,
+                        "skipped": int(skipped), "seconds": seconds})
+        save_checkpoint(args, name, state, records)
+        bar.write(epoch_line(method, seed, args.exit_epochs, records))
     bar.close()
     return nn.ModuleDict({"backbone": model["backbone"], "exits": exits}), records
 
@@ -152,30 +158,36 @@ def main():
     args = parse(parser)
     data = prepare(args)
 
-    records = []
+    strategies = [*dict.fromkeys(args.strategy), *[f"first{args.num_layers}"] * bool(args.num_layers)]
+    stage_ones = list(itertools.product(dict.fromkeys(args.exit), args.seeds, strategies))
 
-    def finished(method, seed, model, epochs, **more):
-        if len(model["exits"]) > 1 and method not in by_method(records):            # the first run of each method
+    def runs_on(kind, seed, strategy):
+        """The runs that start from one stage one, or are it. → list of (method, seed in the record, rate)"""
+        if strategy != "2st":
+            return [(f"{strategy}-{kind}", seed, None)]
+        return [(f"2st-{kind}" + f"@{exit_lr:g}" * (len(args.exit_lr) > 1), f"{seed}.{exit_seed}", exit_lr)
+                for exit_lr in args.exit_lr for exit_seed in range(args.exit_seeds)]
+
+    def finish(method, seed, model, epochs, **more):
+        if len(model["exits"]) > 1 and str(seed) in (f"{args.seeds[0]}", f"{args.seeds[0]}.0"):    # once per method
             more["early_exit"] = early_exit_sweep(model, data.dev, args)
-        records.append(write_record(args, method, seed, epochs, **exit_facts(model), **more))
+        write_record(args, method, seed, epochs, **exit_facts(model), **more)
 
-    for kind in dict.fromkeys(args.exit):
-        for seed in args.seeds:
-            for strategy in dict.fromkeys(args.strategy):
-                model, epochs = train_backbone(strategy, kind, seed, data, args)
-                if strategy != "2st":
-                    finished(f"{strategy}-{kind}", seed, model, epochs)
-                    continue
-                states = freeze(model["backbone"], data, args)          # once for all runs of stage two
-                for exit_lr in args.exit_lr:
-                    for exit_seed in range(args.exit_seeds):
-                        trained, exit_epochs = train_exits(model, kind, exit_seed, exit_lr, states, args)
-                        method = f"2st-{kind}" + f"@{exit_lr:g}" * (len(args.exit_lr) > 1)
-                        finished(method, f"{seed}.{exit_seed}", trained, exit_epochs, stage_one=epochs)
-                del states                                              # perhaps gigabytes
-            if args.num_layers:
-                model, epochs = train_backbone("2st", kind, seed, data, args, args.num_layers)
-                finished(f"first{args.num_layers}-{kind}", seed, model, epochs)
+    for kind, seed, strategy in own_share(args, stage_ones):
+        todo = [each for each in runs_on(kind, seed, strategy) if not is_finished(args, *each[:2])]
+        if not todo:
+            continue
+        model, epochs = train_backbone(strategy, kind, seed, data, args)
+        if strategy != "2st":
+            finish(*todo[0][:2], model, epochs)
+            continue
+        states = freeze(model["backbone"], data, args)                  # once for all runs of stage two
+        for method, exit_seed, exit_lr in todo:
+            trained, exit_epochs = train_exits(model, kind, method, exit_seed, exit_lr, states, args)
+            finish(method, exit_seed, trained, exit_epochs, stage_one=epochs)
+        del states                                                      # perhaps gigabytes
+        drop_checkpoints(args, f"2st-{kind}-seed{seed}")
+    records = read_records(args, [each[:2] for stage_one in stage_ones for each in runs_on(*stage_one)])
     report_exits(run_folder(args), records)
 
 

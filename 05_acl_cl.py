@@ -27,14 +27,14 @@ from collections import namedtuple
 import torch
 import torch.nn.functional as F
 from torch import nn
-from tqdm import tqdm
 
-from common import (InputError, MHAExit, add_gradients, apply_update, autocast, by_method,
-                    distillation_loss, early_exit_sweep, early_exit_table, epoch_batches, epoch_line, evaluate_exits,
-                    exit_facts, exit_scores, freeze, gradient_angle, hidden_states, load_backbone, load_model,
-                    loss_gradients, make_batch, make_optimizer, markdown_table, mean_loss, mean_std, number, parse,
-                    prepare, report_exits, reserve, run, run_folder, save_model, shared_flags, show, stage_two_flags,
-                    supervised_contrastive_loss, to_list, tsne_figure, write_record)
+from common import (MHAExit, add_gradients, apply_update, autocast, by_method, distillation_loss, drop_checkpoints,
+                    early_exit_sweep, epoch_batches, epoch_line, evaluate_exits, exit_facts, exit_scores, freeze,
+                    gradient_angle, hidden_states, is_finished, load_backbone, load_flags, loss_gradients, make_batch,
+                    make_optimizer, markdown_table, mean_loss, mean_std, number, own_share, parse, predict_file,
+                    prepare, progress, read_records, report_exits, reserve, resume, run, run_folder, save_checkpoint,
+                    save_model, score_saved, shared_flags, show, stage_two_flags, supervised_contrastive_loss,
+                    task_name, to_list, tsne_figure, write_record)
 
 
 # stage_one: objective of backbone and last exit; contrast: rows of an exit's contrastive term; gate: one per exit.
@@ -78,9 +78,10 @@ def train_backbone(method, lam, seed, data, args):
 
     num_updates = args.epochs * len(epoch_batches(data.train, args.batch_size, seed, 0))
     optimizer, schedule = make_optimizer(model, args.lr, num_updates)
-    bar = tqdm(total=num_updates, desc=f"{method} seed {seed}", disable=None, leave=False)
-    records = []
-    for epoch in range(args.epochs):
+    name, state = f"{method}-lam{lam:g}-seed{seed}", [model, optimizer, schedule]
+    records = resume(args, name, state)                 # [], unless this run was stopped
+    bar = progress(f"{method} seed {seed}", num_updates, len(records) / args.epochs, args)
+    for epoch in range(len(records), args.epochs):
         started = time.perf_counter()
         batches = epoch_batches(data.train, args.batch_size, seed, epoch)
         num_micro = sum(map(len, batches))
@@ -117,21 +118,24 @@ def train_backbone(method, lam, seed, data, args):
         losses = losses.cpu()                           # waits for the device, so the clock is read after it
         seconds = time.perf_counter() - started
         scores = evaluate_exits(exits, states, args)
-        records.append({"loss": mean_loss(losses), "scores": scores[-1], "exits": scores, "skipped": int(skipped),
-                        "angles": {"all": to_list(angles)}, "seconds": seconds})
+        records.append({"loss": mean_loss(losses, batches, epoch), "scores": scores[-1], "exits": scores,
+                        "skipped": int(skipped), "angles": {"all": to_list(angles)}, "seconds": seconds})
+        save_checkpoint(args, name, state, records)
         bar.write(epoch_line(method, seed, args.epochs, records) + f" (stage one, λ {lam:g})")
     bar.close()
     return model, records
 
 
-def train_exits(model, name, seed, exit_lr, states, args):
-    """Stage two: exits 1 … M−1 on the frozen backbone, with the objective LADDER[name] and a gate per exit.
+def train_exits(model, method, seed, exit_lr, states, args):
+    """Stage two: exits 1 … M−1 on the frozen backbone, with the objective LADDER[method] and a gate per exit.
 
-    states: what `freeze` returns. → model with M exits, one dict per epoch for the record
+    method, seed: of the record, perhaps with "@rate" behind it, and "stage one's seed.stage two's". states: what
+    `freeze` returns. → model with M exits, one dict per epoch for the record
     """
-    variant = LADDER[name]  # NEW
+    variant = LADDER[method.split("@")[0]]  # NEW
     lam = args.lam if variant.contrast else 0.0  # NEW
-    torch.manual_seed(seed)
+    exit_seed = int(seed.split(".")[1])
+    torch.manual_seed(exit_seed)
     teacher = model["exits"][-1].requires_grad_(False)
     config, K, train = model["backbone"].config, teacher.classifier.out_features, states["train"].split
     students = nn.ModuleList(MHAExit(config.hidden_size, K) for _ in range(config.num_hidden_layers - 1))
@@ -139,13 +143,14 @@ def train_exits(model, name, seed, exit_lr, states, args):
     parameters = list(students.parameters())
     size = len(parameters) // len(students)             # tensors of one exit  # NEW
 
-    num_updates = args.exit_epochs * len(epoch_batches(train, args.batch_size, seed, 0))
+    num_updates = args.exit_epochs * len(epoch_batches(train, args.batch_size, exit_seed, 0))
     optimizers = [make_optimizer(exit_, exit_lr, num_updates) for exit_ in students]
-    bar = tqdm(total=num_updates, desc=f"{name}, stage two, seed {seed}", disable=None, leave=False)
-    records = []
-    for epoch in range(args.exit_epochs):
+    name, state = f"{method}-seed{seed}", [students, *itertools.chain(*optimizers)]
+    records = resume(args, name, state)
+    bar = progress(f"{method} seed {seed}", num_updates, len(records) / args.exit_epochs, args)
+    for epoch in range(len(records), args.exit_epochs):
         started = time.perf_counter()
-        batches = epoch_batches(train, args.batch_size, seed, epoch)
+        batches = epoch_batches(train, args.batch_size, exit_seed, epoch)
         num_micro = sum(map(len, batches))
         losses, skipped = torch.zeros(num_micro, device=args.device), torch.zeros((), device=args.device)
         angles = torch.full((len(students), num_micro), torch.nan, device=args.device)  # NEW
@@ -188,10 +193,11 @@ def train_exits(model, name, seed, exit_lr, states, args):
         losses = losses.cpu()
         seconds = time.perf_counter() - started
         scores = evaluate_exits(exits, states, args)
-        records.append({"loss": mean_loss(losses), "scores": scores[-1], "exits": scores, "skipped": int(skipped),
-                        "angles": {f"exit {m + 1}": to_list(each) for m, each in enumerate(angles.cpu())},
-                        "seconds": seconds})
-        bar.write(epoch_line(name, seed, args.exit_epochs, records))
+        records.append({"loss": mean_loss(losses, batches, epoch), "scores": scores[-1], "exits": scores,
+                        "skipped": int(skipped), "seconds": seconds,
+                        "angles": {f"exit {m + 1}": to_list(each) for m, each in enumerate(angles.cpu())}})
+        save_checkpoint(args, name, state, records)
+        bar.write(epoch_line(method, seed, args.exit_epochs, records))
     bar.close()
     return nn.ModuleDict({"backbone": model["backbone"], "exits": exits}), records
 
@@ -209,29 +215,18 @@ def ablation_table(records):  # NEW
 
 def lambda_study(data, args):  # NEW
     """The last exit's score over λ, "scl" against "acl", stage one alone. Prints the table."""
-    rows = []
-    for method in ("scl", "acl"):
-        scores = []
-        for lam in args.lams:
-            runs = [write_record(args, f"{method}-lam{lam:g}", seed, train_backbone(method, lam, seed, data, args)[1],
-                                 lam=lam) for seed in args.seeds]
-            scores.append([run["epochs"][-1]["scores"]["score"] for run in runs])
+    runs = [(f"{kind}-lam{lam:g}", seed, kind, lam) for kind in ("scl", "acl") for lam in args.lams
+            for seed in args.seeds]
+    for method, seed, kind, lam in own_share(args, runs):
+        if not is_finished(args, method, seed):
+            write_record(args, method, seed, train_backbone(kind, lam, seed, data, args)[1], lam=lam)
+    records, rows = by_method(read_records(args, [each[:2] for each in runs])), []
+    for kind in ("scl", "acl"):
+        scores = [[record["epochs"][-1]["scores"]["score"] for record in records[f"{kind}-lam{lam:g}"]]
+                  for lam in args.lams]
         means = [sum(each) / len(each) for each in scores]
-        rows.append([method, *map(mean_std, scores), f"{max(means) - min(means):.1f}", len(args.seeds)])
+        rows.append([kind, *map(mean_std, scores), f"{max(means) - min(means):.1f}", len(args.seeds)])
     print("\n" + markdown_table(["score", *(f"λ {lam:g}" for lam in args.lams), "max − min", "seeds"], rows))
-
-
-def load_and_exit_early(args):  # NEW
-    """Scores the exits of a saved model anew and tries early exit on it."""
-    _, model, settings = load_model(args.load)
-    args.model, args.max_length = args.load, settings["max_length"]
-    data = prepare(args)
-    if (settings["task"], list(settings["label_names"])) != (args.task, list(data.label_names)):
-        raise InputError(f"--load {args.load}: trained on --task {settings['task']}, found --task {args.task}")
-    scores = evaluate_exits(model.to(args.device)["exits"], hidden_states(model["backbone"], data, args), args)
-    for name, each in (("saved", settings["scores"]), ("loaded", [exit_["score"] for exit_ in scores])):
-        print(f"{name:>9}: dev " + " ".join(f"{score:.1f}" for score in each))
-    print("\n" + early_exit_table(early_exit_sweep(model, data.dev, args), len(scores)))
 
 
 def main():
@@ -244,38 +239,53 @@ def main():
     add("--lams", type=number(float, 0, 1), nargs="+", help="instead: CE+SCL and ACL over these λ, stage one")
     add("--tsne", type=number(int, 1), metavar="LAYER", help="also draw this exit's dev representations with t-SNE")
     add("--save", metavar="DIR", help="save the first trained model of the full method")
-    add("--load", metavar="DIR", help="instead: load such a model and try early exit on it")
+    load_flags(parser)
     args = parse(parser)
     if sum(bool(each) for each in (args.load, args.lams, args.ablation or args.tsne or args.save)) > 1:
         parser.error("--load and --lams each stand alone, without --ablation, --tsne and --save")
+    if args.world_size > 1 and (args.tsne or args.save):
+        parser.error("--tsne and --save need all runs in one process: run the same command once more without torchrun")
+    if args.predict:
+        return predict_file(args)
     if args.load:
-        return load_and_exit_early(args)
+        return score_saved(args)
     if args.save:
         reserve(args.save)
     data = prepare(args)
     if args.lams:
         return lambda_study(data, args)
 
-    names = list(LADDER) if args.ablation else ["acl-cl", "2st"]
-    records, kept = [], {}                                      # kept: the first models, for --tsne and --save
-    for seed in args.seeds:
-        for stage_one in ("acl", "ce"):                         # trained once, shared by all that start from it
-            model, epochs = train_backbone(stage_one, args.lam, seed, data, args)
-            states = freeze(model["backbone"], data, args)
-            for name, exit_lr in itertools.product(names, args.exit_lr):
-                if LADDER[name].stage_one != stage_one:
-                    continue
-                method = name + f"@{exit_lr:g}" * (len(args.exit_lr) > 1)
-                for exit_seed in range(args.exit_seeds):
-                    trained, exit_epochs = train_exits(model, name, exit_seed, exit_lr, states, args)
-                    more = {"stage_one": epochs, **exit_facts(trained)}
-                    if method not in by_method(records):        # its first run
-                        if name == "acl-cl":
-                            more["early_exit"] = early_exit_sweep(trained, data.dev, args)
-                        if name in ("acl-cl", "2st") and (args.tsne or args.save):
-                            kept[method] = trained
-                    records.append(write_record(args, method, f"{seed}.{exit_seed}", exit_epochs, **more))
-            del model, states, trained                          # perhaps gigabytes
+    def runs_on(stage_one, seed):
+        """The runs that start from one stage one. → list of (method, seed in the record, rate of stage two)"""
+        names = [name for name in (LADDER if args.ablation else ("acl-cl", "2st"))
+                 if LADDER[name].stage_one == stage_one]
+        return [(name + f"@{exit_lr:g}" * (len(args.exit_lr) > 1), f"{seed}.{exit_seed}", exit_lr)
+                for name in names for exit_lr in args.exit_lr for exit_seed in range(args.exit_seeds)]
+
+    stage_ones = list(itertools.product(("acl", "ce"), args.seeds))     # each trained once for all that start from it
+    kept = {}                                                           # models for --tsne and --save
+    for stage_one, seed in own_share(args, stage_ones):
+        todo = []
+        for method, exit_seed, exit_lr in runs_on(stage_one, seed):
+            first = exit_seed == f"{args.seeds[0]}.0"                   # of its method
+            keep = first and bool(args.tsne or args.save) and method.split("@")[0] in ("acl-cl", "2st")
+            if keep or not is_finished(args, method, exit_seed):
+                todo.append((method, exit_seed, exit_lr, first, keep))
+        if not todo:
+            continue
+        model, epochs = train_backbone(stage_one, args.lam, seed, data, args)
+        states = freeze(model["backbone"], data, args)
+        for method, exit_seed, exit_lr, first, keep in todo:
+            trained, exit_epochs = train_exits(model, method, exit_seed, exit_lr, states, args)
+            more = {"stage_one": epochs, **exit_facts(trained)}
+            if first and method.startswith("acl-cl"):
+                more["early_exit"] = early_exit_sweep(trained, data.dev, args)
+            if keep:
+                kept[method] = trained
+            write_record(args, method, exit_seed, exit_epochs, **more)
+        del model, states, trained                                      # perhaps gigabytes
+        drop_checkpoints(args, f"{stage_one}-lam{args.lam:g}-seed{seed}")
+    records = read_records(args, [each[:2] for stage_one in stage_ones for each in runs_on(*stage_one)])
     order = {name: i for i, name in enumerate(LADDER)}
     records.sort(key=lambda record: order[record["method"].split("@")[0]])
 
@@ -287,8 +297,8 @@ def main():
         tsne_figure(run_folder(args) / f"tsne-exit{args.tsne}.png", shown, args.tsne, data.dev, args)
     if args.save:
         method, model = next(iter(kept.items()))                        # the full method's is the first
-        settings = {"method": method, "task": args.task, "label_names": data.label_names, "exit": "mha",
-                    "max_length": args.max_length,
+        settings = {"method": method, "task": task_name(args), "label_names": data.label_names, "exit": "mha",
+                    "columns": data.columns, "max_length": args.max_length,
                     "scores": [exit_["score"] for exit_ in records[0]["epochs"][-1]["exits"]]}
         save_model(args.save, load_backbone(args.model)[0], model, settings)
         print(f"\nsaved: {args.save}")

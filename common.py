@@ -1,7 +1,7 @@
 """What every script needs and no script teaches.
 
   1  Settings       flags, defaults, device and precision
-  2  Tasks          the GLUE table, from files or from the hub
+  2  Tasks          GLUE from files or from the hub, or a folder of one's own
   3  Toy task       generated film reviews, for runs without network
   4  Batches        tokenising, length-bucketed batches, padding
   5  Models         backbone, MHA exit, linear exit
@@ -10,20 +10,28 @@
   8  Optimisation   AdamW, warm-up and decay, one update
   9  Evaluation     hidden states of a split, predictions, GLUE scores
  10  Early exit     layer by layer, samples leave when they are sure; saving and loading
- 11  Records        one JSON file per run, tables, figures
+ 11  Runs           records, checkpoints, the share of one process among several
+ 12  Reports        tables and figures of the records
 
 Letters: N batch size, K classes, L tokens, M layers (and exits), d backbone width, d_e exit width.
 """
 
 import argparse
+import contextlib
+import csv
 import functools
 import hashlib
+import io
 import itertools
 import json
 import math
 import os
+import re
+import shutil
 import sys
 import time
+from collections import Counter
+from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
 
@@ -38,6 +46,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
+from tqdm import tqdm
 
 # ---------------------------------------------------------------- 1 Settings
 
@@ -56,15 +65,29 @@ class InputError(ValueError):
 
 
 def run(main):
-    """Calls `main`; an InputError becomes one line on stderr and exit code 2, Ctrl-C exit code 130."""
+    """Calls `main`; an InputError becomes one line on stderr and exit code 2, Ctrl-C exit code 130.
+
+    --debug shows where an InputError was raised. All other errors are bugs, and keep their stack trace.
+    """
     try:
         main()
+        sys.stdout.flush()
     except InputError as error:
+        if "--debug" in sys.argv:
+            raise
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+    except torch.OutOfMemoryError as error:
+        if "--debug" in sys.argv:
+            raise
+        print(f"error: {first_line(error)} Try a smaller --max_length, or --batch_size under 32.", file=sys.stderr)
+        sys.exit(2)
     except KeyboardInterrupt:
-        print("interrupted: finished runs keep their records", file=sys.stderr)
+        print("\ninterrupted: the same command goes on after the last whole epoch", file=sys.stderr)
         sys.exit(130)
+    except BrokenPipeError:                     # as in "… | head": whoever reads has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
 
 
 def number(kind, low=-math.inf, high=math.inf, above=-math.inf):
@@ -88,12 +111,15 @@ def shared_flags(description):
     parser = argparse.ArgumentParser(description=description, allow_abbrev=False,      # --angle isn't --angle_every
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--task", default="toy", choices=["toy", *TASKS], help="toy (default) or a GLUE task")
+    add("--task", default="toy", help=f"toy (default), {', '.join(TASKS)}, or a folder with train and dev files")
     add("--data_dir", help="folder of the official GLUE download; without it GLUE comes from the hub")
+    add("--columns", nargs="+", metavar="NAME",
+        help="of a folder's files: one or two text columns, then the label column (default: sentence label, or "
+             "sentence1 sentence2 label)")
     add("--model", help="tiny (toy's default), a hub name (GLUE's default: bert-base-uncased) or a directory")
     add("--max_length", type=number(int, 8), default=128, help="tokens per example, pairs included (default 128)")
     add("--limit", type=number(int, 1), help="train on the first n examples only")
-    add("--seeds", type=number(int, 0), nargs="+", help="one run per seed (toy 0, GLUE 0 1 2 3 4)")
+    add("--seeds", type=number(int, 0, 2 ** 32 - 1), nargs="+", help="one run per seed (toy 0, GLUE 0 1 2 3 4)")
     add("--epochs", type=number(int, 1), help="passes over the training data (toy 4, GLUE 15)")
     add("--lr", type=number(float, above=0), help="peak learning rate (toy 1.5e-3, GLUE 2e-5)")
     add("--batch_size", type=number(int, 1),
@@ -103,7 +129,9 @@ def shared_flags(description):
     add("--device", help="cuda, mps or cpu (default: the first of these that is there)")
     add("--precision", choices=["auto", "fp32", "bf16"], default="auto",
         help="auto: bf16 autocast where the device computes in it natively, else fp32")
-    add("--out", default="runs", help="folder for records and figures (default runs)")
+    add("--out", default="runs", help="folder for records, checkpoints and figures (default runs)")
+    add("--fresh", action="store_true", help="train anew what is finished or was stopped (default: go on)")
+    add("--debug", action="store_true", help="a stack trace with every error")
     return parser
 
 
@@ -119,6 +147,16 @@ def stage_two_flags(parser):
         help="memory for the frozen hidden states (default: a third of what is free); 0: run the backbone every epoch")
 
 
+def load_flags(parser):
+    """The flags for what is done with a saved model."""
+    add = parser.add_argument
+    add("--load", metavar="DIR", help="instead: load such a model and try early exit on it")
+    add("--predict", metavar="FILE", help="with --load: label the texts of a .csv, .tsv or .jsonl file")
+    add("--out_file", metavar="FILE", help="where --predict writes label, probability and exit layer (standard output)")
+    add("--policy", choices=list(POLICIES), default="entropy", help="when a text leaves under --predict (entropy)")
+    add("--threshold", type=number(float, 0), help="of --policy: entropy (0.2), patience (2), confidence (0.9)")
+
+
 def parse(parser):
     """Parses the command line, fills in what depends on the task, resolves device and precision."""
     args = parser.parse_args()
@@ -131,17 +169,50 @@ def parse(parser):
         values = getattr(args, name, None) or []
         if len(set(values)) < len(values):
             parser.error(f"argument --{name}: found {' '.join(map(str, values))}, expected distinct values")
-    if args.model == "tiny" and args.task != "toy":
+    if "predict" in args:
+        if args.predict and not args.load:
+            parser.error("argument --predict: expected --load with it, the folder of a saved model")
+        if args.threshold is None:
+            args.threshold = {"entropy": 0.2, "patience": 2, "confidence": 0.9}[args.policy]
+        elif args.threshold > 1 and args.policy != "patience":
+            parser.error(f"argument --threshold: found {args.threshold:g}, expected 0 … 1 with --policy {args.policy}")
+    if args.task not in ("toy", *TASKS) and not Path(args.task).is_dir():
+        parser.error(f"argument --task: found {args.task!r}, expected toy, {', '.join(TASKS)}, or a folder with train "
+                     "and dev files")
+    if args.model == "tiny" and args.task in TASKS:
         parser.error(f"argument --model: tiny only knows the words of --task toy, found --task {args.task}")
+    if args.data_dir and args.task not in TASKS:
+        parser.error(f"argument --data_dir: belongs to GLUE tasks, found --task {args.task}")
+    texts = len(args.columns or ()) - (not getattr(args, "predict", None))      # --predict needs no label column
+    if args.columns and (args.task in ("toy", *TASKS) and not getattr(args, "predict", None) or not 1 <= texts <= 2):
+        parser.error(f"argument --columns: found {' '.join(args.columns)} with --task {args.task}, expected one or two "
+                     "text columns, then the label column, with --task path/to/folder")
+    # torchrun sets these, and a Slurm script can: which process this is, of how many, and where on its machine.
+    args.rank, args.world_size, local = (environment_number(*each) for each in (
+        ("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
+    if args.rank >= args.world_size:
+        parser.error(f"environment variable RANK: found {args.rank}, expected less than WORLD_SIZE={args.world_size}")
     fallback = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     try:
         args.device = torch.device(args.device or fallback)
+        if args.device.type not in ("cuda", "mps", "cpu"):
+            raise RuntimeError("expected cuda, mps or cpu")
+        if args.device == torch.device("cuda") and args.world_size > 1:
+            args.device = torch.device("cuda", local % torch.cuda.device_count())
         torch.empty(1, device=args.device)
     except (RuntimeError, AssertionError) as error:
         parser.error(f"argument --device: {args.device} can't be used here: {first_line(error)}")
     if args.precision == "auto":
         args.precision = "bf16" if has_native_bf16(args.device) else "fp32"
     return args
+
+
+def environment_number(name, default):
+    """An environment variable that counts something. → int"""
+    text = os.environ.get(name, str(default))
+    if not text.isdigit():
+        raise InputError(f"environment variable {name}: found {text!r}, expected a number")
+    return int(text)
 
 
 def has_native_bf16(device):
@@ -194,6 +265,7 @@ class TaskData(NamedTuple):
     train: list
     dev: list
     label_names: tuple
+    columns: tuple                          # text columns, as a file to predict on is to name them
     dev_mismatched: list | None = None      # MNLI's second dev set; None for every other task
 
     @property
@@ -202,59 +274,198 @@ class TaskData(NamedTuple):
         return len(self.label_names)
 
 
-def load_task(name, data_dir=None, limit=None):
+def load_task(name, data_dir=None, limit=None, columns=None):
     """Loads a task as lists of examples: .train, .dev, .label_names, .num_labels, for MNLI also .dev_mismatched.
 
-    name      "toy" or a key of TASKS
-    data_dir  folder of the official GLUE download; None: the hub's "nyu-mll/glue". No effect on "toy".
+    name      "toy", a key of TASKS, or a folder with train and dev files, see `load_folder`
+    data_dir  folder of the official GLUE download; None: the hub's "nyu-mll/glue". For keys of TASKS only.
     limit     keep only the first n training examples
-    Raises InputError where a file or a line isn't what it should be, or the hub can't be reached.
+    columns   names of a folder's text columns and label column; None: the usual ones
+    Raises InputError where a file or a line isn't what it should be, the hub can't be reached, or the training
+    examples are all of one class.
     """
     if name == "toy":
         train, dev = toy_examples()
-        return TaskData(train[:limit], dev, ("negative", "positive"))
+        data = TaskData(train, dev, ("negative", "positive"), ("sentence",))
+    elif name in TASKS:
+        data = load_glue(name, data_dir)
+    else:
+        data = load_folder(Path(name), columns)
+    data = data._replace(train=data.train[:limit])
+    labels = {example.label for example in data.train}
+    if len(labels) < 2:
+        raise InputError(f"{f'--limit {limit}' if limit else f'--task {name}'}: found only "
+                         f"{data.label_names[labels.pop()]} among the {len(data.train)} training examples, "
+                         "expected two classes or more")
+    return data
+
+
+def load_glue(name, data_dir):
+    """Loads a GLUE task, from the files of the official download or from the hub. → TaskData"""
     task = TASKS[name]
     dev, mismatched = ("dev_matched", "dev_mismatched") if name == "mnli" else ("dev", None)
     if data_dir is not None:
         folder = Path(data_dir) / task.folder
-        splits = [read_tsv(folder / f"{split}.tsv", task) for split in ("train", dev)]
+        splits = [read_glue(folder / f"{split}.tsv", task) for split in ("train", dev)]
         if mismatched and (folder / f"{mismatched}.tsv").exists():
-            splits.append(read_tsv(folder / f"{mismatched}.tsv", task))
+            splits.append(read_glue(folder / f"{mismatched}.tsv", task))
     else:
         glue = load_from_hub(f"--task {name}", lambda: datasets.load_dataset("nyu-mll/glue", name))
         splits = [read_hub_split(glue[split.replace("dev", "validation")], task, f"nyu-mll/glue {name} {split}")
                   for split in ("train", dev, mismatched) if split]
-    return TaskData(splits[0][:limit], splits[1], task.label_names, *splits[2:])
+    return TaskData(*splits[:2], task.label_names, TEXT_COLUMNS[len(task.columns) - 1], *splits[2:])
 
 
-def read_tsv(path, task):
-    """Reads one GLUE file as what it is: one example a line, fields parted by tabs, no quoting. → list of Example."""
+def read_glue(path, task):
+    """Reads one file of the official GLUE download. → list of Example"""
+    _, rows = read_table(path, [task.columns], task.label, task.header,
+                         hint=f"; --data_dir expects the official GLUE download's layout, here "
+                              f"{task.folder}/{Path(path).name}")
+    return [make_example(texts, label, task, f"{path} line {number}") for number, (*texts, label) in rows]
+
+
+def load_folder(folder, columns=None):
+    """Loads a task of the user's own: files train and dev (or validation), each .csv, .tsv or .jsonl. → TaskData
+
+    The labels are whatever stands in train's label column, in order: of size if all are integers, else of the
+    alphabet. Raises InputError where dev has a label that train lacks.
+    """
+    *texts, label = columns or [None, "label"]
+    choices, tables = [tuple(texts)] if columns else list(reversed(TEXT_COLUMNS)), {}
+    for split, names in (("train", ["train"]), ("dev", ["dev", "validation"])):
+        paths = [folder / (name + suffix) for name in names for suffix in READERS]
+        found = [path for path in paths if path.exists()]
+        if len(found) != 1:
+            raise InputError(f"--task {folder}: found {' and '.join(path.name for path in found) or 'no file'} for the "
+                             f"{split} split, expected one of {', '.join(path.name for path in paths)}")
+        texts, tables[found[0]] = read_table(found[0], choices, label)
+        choices = [texts]                                       # dev is to have the columns that train has
+
+    train_path, train = next(iter(tables.items()))
+    counts = Counter(as_label(row[-1], f"{train_path} line {number}") for number, row in train)
+    whole = all(re.fullmatch(r"-?[0-9]+", label) for label in counts)
+    names = tuple(sorted(counts, key=int if whole else None))
+    if len(names) > max(100, len(train) // 2):
+        raise InputError(f"{train_path}: found {len(names):,} different labels on {len(train):,} lines in column "
+                         f"{label}, expected classes")
+    index, splits = {name: k for k, name in enumerate(names)}, []
+    for path, rows in tables.items():
+        splits.append([])
+        for number, values in rows:
+            where = f"{path} line {number}"
+            found = as_label(values[-1], where)
+            if found not in index:
+                raise InputError(f"{where}: found label {found!r}, which {train_path.name} lacks, expected one of "
+                                 f"{shortened(names)}")
+            splits[-1].append(own_example(values[:-1], index[found], where))
+    return TaskData(*splits, names, tuple(texts))
+
+
+def as_label(value, where):
+    """A label as text: what stands in the file, or an integer from JSON. → str"""
+    label = str(value).strip() if isinstance(value, (str, int)) and not isinstance(value, bool) else ""
+    if not label or not label.isprintable():
+        raise InputError(f"{where}: found label {value!r}, expected a word or an integer")
+    return label
+
+
+def own_example(texts, label, where):
+    """An Example of one or two texts. JSON can hold other things in their place, and half characters."""
+    for text in texts:
+        if not isinstance(text, str) or not text.isascii() and re.search("[\ud800-\udfff]", text):
+            raise InputError(f"{where}: found {text!r}, expected text")
+    return Example(texts[0], texts[1] if len(texts) == 2 else None, label)
+
+
+def shortened(names, most=10):
+    """The names with commas between them, the first ten of them. → str"""
+    return ", ".join(map(str, names[:most])) + (f", … ({len(names)} in all)" if len(names) > most else "")
+
+
+def read_table(path, choices, label=None, header=None, hint=""):
+    """Reads text columns, and the column `label` after them, of a .csv, .jsonl or, with any other ending, .tsv file.
+
+    choices: tuples of text columns; the first of which the file has all is read. header: the columns of a file that
+    doesn't begin with them. hint: for the message, where the file can't be opened.
+    → the chosen text columns, list of (line number, values). Raises InputError naming file and line.
+    """
+    path = Path(path)
     try:
-        text = Path(path).read_bytes().decode("utf-8-sig")      # -sig: MRPC's files open with a byte-order mark
+        text = path.read_bytes().decode("utf-8-sig")            # -sig: MRPC's files open with a byte-order mark
     except OSError as error:
-        raise InputError(f"{path}: {error.strerror}; --data_dir expects the official GLUE download's layout, "
-                         f"here {task.folder}/{Path(path).name}") from None
+        raise InputError(f"{path}: {error.strerror}{hint}") from None
     except UnicodeDecodeError as error:
-        line = error.object.count(b"\n", 0, error.start) + 1
+        number = error.object.count(b"\n", 0, error.start) + 1
         found = f"0x{error.object[error.start]:02x}"
-        raise InputError(f"{path} line {line}: found byte {found}, expected UTF-8 text") from None
-    lines = text.removesuffix("\n").split("\n")                 # splitlines() would also cut at U+2028 and the like
-    header = task.header or lines.pop(0).removesuffix("\r").split("\t")
-    absent = [column for column in (*task.columns, task.label) if column not in header]
-    if absent:
-        hint = ": a split without labels can't be trained on or scored" if absent == [task.label] else ""
-        raise InputError(f"{path} line 1: found columns {', '.join(header)}, "
-                         f"expected {', '.join(absent)} among them{hint}")
-    text_at, label_at = [header.index(column) for column in task.columns], header.index(task.label)
-    examples = []
-    for line_number, line in enumerate(lines, start=1 if task.header else 2):
-        fields, where = line.removesuffix("\r").split("\t"), f"{path} line {line_number}"
-        if len(fields) != len(header):
-            raise InputError(f"{where}: found {len(fields)} tab-separated fields, expected {len(header)}")
-        examples.append(make_example([fields[i] for i in text_at], fields[label_at], task, where))
-    if not examples:
+        raise InputError(f"{path} line {number}: found byte {found}, expected UTF-8 text") from None
+    text, last = text.rstrip("\r\n"), [label] if label else []
+    expected = " or ".join(", ".join([*each, *last]) for each in choices)
+    if not text:
+        raise InputError(f"{path}: found an empty file, expected columns {expected}")
+    lines = READERS.get(path.suffix, tsv_lines)(text)
+    try:
+        names = header or next(lines)[1]
+        texts = next((each for each in choices if set(each) <= set(names)), None)
+        if texts is None or label and label not in names:
+            hint = "; a split without labels can't be trained on or scored" if texts else ""
+            raise ValueError(f"line 1: found columns {', '.join(names)}, expected {expected} among them{hint}")
+        columns = [*texts, *last]
+        if doubled := [column for column in columns if names.count(column) > 1]:
+            raise ValueError(f"line 1: found column {doubled[0]} twice")
+        at, rows = [names.index(column) for column in columns], []
+        for number, fields in lines:
+            if len(fields) != len(names):
+                raise ValueError(f"line {number}: found {len(fields)} fields, expected {len(names)}, the columns "
+                                 f"{shortened(names)}")
+            rows.append((number, [fields[i] for i in at]))
+    except ValueError as error:
+        raise InputError(f"{path} {error}") from None
+    if not rows:
         raise InputError(f"{path}: found no examples, expected at least one line of data")
-    return examples
+    return texts, rows
+
+
+def tsv_lines(text):
+    """Lines of fields parted by tabs, without any quoting: in GLUE's files a quotation mark is text."""
+    for number, line in enumerate(text.split("\n"), start=1):   # splitlines() would also cut at U+2028 and the like
+        yield number, line.removesuffix("\r").split("\t")
+
+
+def csv_lines(text):
+    """CSV, whose quoted fields may hold commas, line ends and doubled quotation marks."""
+    csv.field_size_limit(2 ** 31 - 1)                           # the default refuses over 131,072 characters
+    reader, number = csv.reader(io.StringIO(text, newline=""), strict=True), 0
+    try:
+        for fields in reader:
+            number = reader.line_num
+            yield number, fields
+    except csv.Error as error:
+        raise ValueError(f"line {number + 1}: not CSV, {error}") from None
+
+
+def jsonl_lines(text):
+    """A JSON object a line. The keys of the first are the columns; what another lacks of them is None."""
+    def unique(pairs):
+        if len(dict(pairs)) < len(pairs):
+            raise ValueError
+        return dict(pairs)
+
+    names = None
+    for number, line in enumerate(text.split("\n"), start=1):
+        try:
+            fields = json.loads(line, object_pairs_hook=unique)
+        except (ValueError, RecursionError):
+            fields = None
+        if not isinstance(fields, dict):
+            raise ValueError(f"line {number}: found {line[:60]!r}, expected a JSON object with each key once")
+        if names is None:
+            names = list(fields)
+            yield 0, names
+        yield number, [fields.get(name) for name in names]
+
+
+READERS = {".csv": csv_lines, ".tsv": tsv_lines, ".jsonl": jsonl_lines}
+TEXT_COLUMNS = (("sentence",), SENTENCES)       # of one text and of a pair, where the user doesn't name them
 
 
 def read_hub_split(split, task, where):
@@ -369,6 +580,8 @@ class Split(NamedTuple):
     labels: torch.Tensor        # (n,)
     lengths: np.ndarray         # (n,) tokens per example
     padding: dict               # name → the value that fills up
+    truncated: float = 0.0      # share in percent of the examples that were cut
+    unknown: float = 0.0        # share in percent of the tokens that the tokenizer doesn't know
 
 
 def encode(tokenizer, examples, max_length):
@@ -379,7 +592,18 @@ def encode(tokenizer, examples, max_length):
     inputs = {name: [torch.tensor(ids) for ids in column] for name, column in encoded.items()}
     padding = {name: tokenizer.pad_token_id if name == "input_ids" else 0 for name in inputs}
     labels = torch.tensor([example.label for example in examples])
-    return Split(inputs, labels, np.array([len(ids) for ids in inputs["input_ids"]]), padding)
+    return Split(inputs, labels, np.array([len(ids) for ids in inputs["input_ids"]]), padding,
+                 100 * np.mean([len(each.overflowing) > 0 for each in encoded.encodings]),
+                 100 * (torch.cat(inputs["input_ids"]) == tokenizer.unk_token_id).float().mean().item())
+
+
+def note_losses(name, split, max_length, file=None):
+    """Says so where more than 1 % of a split's examples were cut, or of its tokens are unknown to the tokenizer."""
+    if split.truncated > 1:
+        print(f"note: {name}: {split.truncated:.1f} % of the examples are longer than {max_length} tokens and were cut "
+              "(--max_length)", file=file)
+    if split.unknown > 1:
+        print(f"note: {name}: {split.unknown:.1f} % of the tokens are unknown to the model's tokenizer", file=file)
 
 
 def make_batch(split, rows, device):
@@ -788,15 +1012,22 @@ def evaluate(model, data, args):
 def glue_scores(task, predictions, labels):
     """GLUE's scores in percent. → dict; "score" is the task's headline.
 
-    CoLA: Matthews correlation × 100. MRPC, QQP: mean of accuracy and F1 of class 1. All others: accuracy.
-    Where F1 or Matthews divides by zero (one class only) it is 0, and "note" says so.
+    CoLA: Matthews correlation × 100. MRPC, QQP: mean of accuracy and F1 of class 1. All others: accuracy, and for a
+    task of the user's own also macro-F1, the mean of F1 over the classes that occur in labels or predictions.
+    "collapsed" is there, and True, where all predictions are one class although the labels aren't. Where F1 or
+    Matthews divides by zero (one class only) it is 0, and "note" says so.
     predictions, labels: sequences of n class ids, n ≥ 1, else ValueError.
     """
     p, y = np.asarray(predictions), np.asarray(labels)
     if len(y) == 0 or len(p) != len(y):
         raise ValueError(f"found {len(p)} predictions and {len(y)} labels, expected as many of each and at least one")
     scores = {"accuracy": 100 * float(np.mean(p == y))}
+    if len(set(p)) == 1 < len(set(y)):
+        scores["collapsed"] = True
     metric = TASKS[task].metric if task in TASKS else "accuracy"
+    if task not in ("toy", *TASKS):
+        scores["macro_f1"] = 100 * float(np.mean([2 * np.sum((p == k) & (y == k)) / (np.sum(p == k) + np.sum(y == k))
+                                                  for k in set(p) | set(y)]))
     if metric == "accuracy":
         return scores | {"score": scores["accuracy"]}
     tp, tn, fp, fn = (float(np.sum((p == a) & (y == b))) for a, b in ((1, 1), (0, 0), (1, 0), (0, 1)))
@@ -919,13 +1150,27 @@ def early_exit_sweep(model, split, args, timed=64):
 
 
 def save_model(folder, tokenizer, model, settings):
-    """Saves backbone and tokenizer as transformers does, the exits as exits.safetensors, settings as settings.json."""
+    """Saves backbone and tokenizer as transformers does, the exits as exits.safetensors, settings as settings.json.
+
+    All is written beside the folder first. Raises InputError where it can't be; what was in the folder stays.
+    """
+    folder = Path(folder)
+    temporary = folder.with_name(folder.name + ".tmp")
     transformers.utils.logging.disable_progress_bar()
-    model["backbone"].save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    save_file({name: weight.contiguous() for name, weight in model["exits"].state_dict().items()},
-              Path(folder) / "exits.safetensors")
-    (Path(folder) / "settings.json").write_text(json.dumps(settings, indent=1), encoding="utf-8")
+    try:
+        model["backbone"].save_pretrained(temporary)
+        tokenizer.save_pretrained(temporary)
+        save_file({name: weight.contiguous() for name, weight in model["exits"].state_dict().items()},
+                  temporary / "exits.safetensors")
+        (temporary / "settings.json").write_text(json.dumps(settings, indent=1), encoding="utf-8")
+        folder.mkdir(parents=True, exist_ok=True)
+        for file in temporary.iterdir():
+            os.replace(file, folder / file.name)
+    except (OSError, SafetensorError) as error:
+        raise InputError(f"{folder}: the model can't be saved ({first_line(error)}); what was there before is whole"
+                         ) from None
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def reserve(folder):
@@ -951,6 +1196,7 @@ def load_model(folder):
         settings = json.loads((Path(folder) / "settings.json").read_text(encoding="utf-8"))
         weights = load_file(Path(folder) / "exits.safetensors")
         make_exit, num_labels = EXITS[settings["exit"]], len(settings["label_names"])
+        settings["task"], settings["columns"], settings["max_length"]           # needed later; KeyError where absent
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise InputError(f"{folder}: not a model that --save wrote ({first_line(error)})") from None
     tokenizer, backbone = load_backbone(folder)
@@ -963,37 +1209,115 @@ def load_model(folder):
     return tokenizer, nn.ModuleDict({"backbone": backbone, "exits": exits}).eval(), settings
 
 
-# --------------------------------------------------------------- 11 Records
+def score_saved(args):
+    """--load: scores the exits of a saved model anew on dev and tries early exit on it."""
+    _, model, settings = load_model(args.load)
+    args.model, args.max_length = args.load, settings["max_length"]
+    data = prepare(args)
+    if (settings["task"], settings["label_names"]) != (task_name(args), list(data.label_names)):
+        raise InputError(f"--load {args.load}: trained on --task {settings['task']}, found --task {args.task}")
+    scores = evaluate_exits(model.to(args.device)["exits"], hidden_states(model["backbone"], data, args), args)
+    for name, each in (("saved", settings["scores"]), ("loaded", [exit_["score"] for exit_ in scores])):
+        print(f"{name:>9}: dev " + " ".join(f"{score:.1f}" for score in each))
+    print("\n" + early_exit_table(early_exit_sweep(model, data.dev, args), len(scores)))
+
+
+def predict_file(args):
+    """--predict: labels the texts of a file with the model in --load, to standard output or --out_file.
+
+    A line per text, in order: label, probability and exit layer, with tabs between. The label column isn't read.
+    """
+    tokenizer, model, settings = load_model(args.load)
+    if args.policy == "patience" and (args.threshold % 1 or not 1 <= args.threshold < len(model["exits"])):
+        raise InputError(f"--threshold: found {args.threshold:g}, expected a whole number from 1 to "
+                         f"{len(model['exits']) - 1} with --policy patience and this model")
+    _, table = read_table(args.predict, [tuple(args.columns or settings["columns"])])
+    split = encode(tokenizer, [own_example(texts, 0, f"{args.predict} line {number}") for number, texts in table],
+                   settings["max_length"])
+    note_losses(args.predict, split, settings["max_length"], file=sys.stderr)
+    model.to(args.device)
+    lines = [None] * len(table)
+    for rows in tqdm(batches_by_length(split, 32), desc="predicting", disable=None, leave=False):
+        with autocast(args):
+            logits, layers = early_exit(model, make_batch(split, rows, args.device)[0], args.policy, args.threshold)
+        probability, label = logits.softmax(dim=1).max(dim=1)
+        for row, k, p, layer in zip(rows, label.tolist(), probability.tolist(), layers.tolist()):
+            lines[row] = f"{settings['label_names'][k]}\t{p:.4f}\t{layer}\n"
+    if args.out_file is None:
+        sys.stdout.writelines(lines)
+        return
+    Path(args.out_file).parent.mkdir(parents=True, exist_ok=True)
+    with whole_file(args.out_file) as file:
+        file.write("".join(lines).encode())
+
+
+# ------------------------------------------------------------------ 11 Runs
 
 def prepare(args):
     """Loads and tokenises the task, sets the default batch size, prints the first line. → TaskData of Splits"""
-    task = load_task(args.task, args.data_dir, args.limit)
     tokenizer, backbone = load_backbone(args.model)
     config = backbone.config                                        # RoBERTa's first positions are for padding
     longest = config.max_position_embeddings - (config.pad_token_id + 1 if config.model_type == "roberta" else 0)
     if args.max_length > longest:
         raise InputError(f"--max_length: found {args.max_length}, expected ≤ {longest}, the positions of {args.model}")
-    data = task._replace(**{name: encode(tokenizer, getattr(task, name), args.max_length)
-                            for name in ("train", "dev", "dev_mismatched") if getattr(task, name)})
-    args.batch_size = args.batch_size or max(8, round(len(task.train) / 200))       # about 200 updates an epoch
-    in_backbone, in_exit = (sum(p.numel() for p in module.parameters())
-                            for module in (backbone, MHAExit(backbone.config.hidden_size, task.num_labels)))
-    share = 100 * in_exit / in_backbone
-    print(f"task {args.task}: {len(task.train):,} train, {len(task.dev):,} dev, {task.num_labels} classes",
-          f"model {model_name(args)}: {in_backbone:,} parameters + exit {in_exit:,} ({share:.2f} %)",
-          f"batch {args.batch_size}, {args.epochs} epochs, lr {args.lr:g}, λ {args.lam:g}, τ {args.tau:g}",
-          f"{args.device.type} {args.precision}",
-          ", ".join(f"{module.__name__} {module.__version__}" for module in (torch, transformers, datasets, np)),
-          sep=" · ", flush=True)
     for flag in ("num_layers", "tsne"):
         if not 1 <= (getattr(args, flag, None) or 1) <= config.num_hidden_layers:
             raise InputError(f"--{flag}: found {getattr(args, flag)}, expected 1 … {config.num_hidden_layers}, "
                              f"the layers of {args.model}")
     if "exit_lr" in args and config.num_hidden_layers < 2:
         raise InputError(f"--model {args.model}: found one layer, expected two or more for exits to lie on")
+
+    task = load_task(args.task, args.data_dir, args.limit, args.columns)
+    data = task._replace(**{name: encode(tokenizer, getattr(task, name), args.max_length)
+                            for name in ("train", "dev", "dev_mismatched") if getattr(task, name)})
+    args.batch_size = args.batch_size or max(8, round(len(task.train) / 200))       # about 200 updates an epoch
+    args.fingerprint = fingerprint(task, backbone, args)
+    folder = run_folder(args)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)                   # before hours of training
+    except OSError as error:
+        raise InputError(f"--out {args.out}: {folder} can't be made ({error.strerror})") from None
+    if args.rank > 0:
+        return data
+
+    in_backbone, in_exit = (sum(p.numel() for p in module.parameters())
+                            for module in (backbone, MHAExit(backbone.config.hidden_size, task.num_labels)))
+    share = 100 * in_exit / in_backbone
+    print(f"task {task_name(args)}: {len(task.train):,} train, {len(task.dev):,} dev, {task.num_labels} classes",
+          f"model {model_name(args)}: {in_backbone:,} parameters + exit {in_exit:,} ({share:.2f} %)",
+          f"batch {args.batch_size}, {args.epochs} epochs, lr {args.lr:g}, λ {args.lam:g}, τ {args.tau:g}",
+          f"{args.device.type} {args.precision}",
+          ", ".join(f"{module.__name__} {module.__version__}" for module in (torch, transformers, datasets, np)),
+          sep=" · ", flush=True)
+    if args.task not in ("toy", *TASKS):
+        counts = Counter(example.label for example in task.train)
+        print("labels in train:", shortened([f"{name} {counts[k]:,}" for k, name in enumerate(task.label_names)]))
     if args.task == "mnli" and not task.dev_mismatched:
         print("note: no dev_mismatched.tsv there, so only the matched half of MNLI's dev set is scored")
+    for name in ("train", "dev", "dev_mismatched"):
+        if getattr(data, name):
+            note_losses(name, getattr(data, name), args.max_length)
     return data
+
+
+def fingerprint(task, backbone, args):
+    """A hash of what a run depends on beside its flags: examples, pretrained weights, the script and this file. → str
+
+    So a record or a checkpoint is never taken for a run of other data, another model or changed code.
+    """
+    digest = hashlib.sha256(repr(task).encode())
+    for path in (Path(__file__), Path(sys.argv[0])):
+        if path.is_file():
+            digest.update(path.read_bytes())
+    if args.model != "tiny":                                        # its weights are drawn anew by each run
+        for weight in backbone.state_dict().values():
+            digest.update(weight.contiguous().numpy())
+    return digest.hexdigest()
+
+
+def progress(description, total, done, args):
+    """A progress bar of `total` updates of which the share `done` is behind us; in the first process only."""
+    return tqdm(total=total, initial=round(done * total), desc=description, disable=args.rank > 0 or None, leave=False)
 
 
 def show(bar, **values):
@@ -1003,12 +1327,18 @@ def show(bar, **values):
     bar.update()
 
 
-def mean_loss(losses):
-    """Mean over the batches whose loss is finite. Raises InputError where none is: nothing is being learnt."""
-    finite = losses[losses.isfinite()]
-    if len(finite) == 0:
-        raise InputError("no batch of this epoch had a finite loss: try a lower --lr or --precision fp32")
-    return finite.mean().item()
+def mean_loss(losses, batches, epoch):
+    """Mean loss of an epoch. losses (micro-batches,), batches: what `epoch_batches` gave, epoch: counted from 0
+
+    Raises InputError where a loss isn't finite, naming the step and the examples.
+    """
+    if not losses.isfinite().all():
+        i = int((~losses.isfinite()).nonzero()[0])
+        update, rows = [(update, rows) for update, batch in enumerate(batches) for rows in batch][i]
+        raise InputError(f"epoch {epoch + 1}, step {epoch * len(batches) + update + 1}: found loss {losses[i]:g} on the "
+                         f"training examples {shortened(rows + 1, 32)}; try a lower --lr, --precision fp32 or another "
+                         "--tau, and look at these examples (the first is 1)")
+    return losses.mean().item()
 
 
 def epoch_line(method, seed, epochs, records):
@@ -1020,6 +1350,7 @@ def epoch_line(method, seed, epochs, records):
     exits = record.get("exits", [record["scores"]])
     scores = " ".join(f"{scores['score']:.1f}" for scores in exits)
     note = next((f" ({scores['note']})" for scores in exits if "note" in scores), "")
+    note += " (collapsed: one class only)" * any("collapsed" in scores for scores in exits)
     skipped = f", {record['skipped']} updates skipped (inf or nan)" if record["skipped"] else ""
     return (f"{method:>9} seed {seed} epoch {len(records)}/{epochs}: loss {record['loss']:.3f}, "
             f"dev {scores}{note}, {record['seconds']:.0f} s{skipped}")
@@ -1030,20 +1361,120 @@ def model_name(args):
     return "/".join(Path(args.model).parts[-2:])
 
 
-# Flags that choose which runs are made, not how one is made.
-SELECTIONS = ("out", "seeds", "methods", "strategy", "exit", "num_layers", "exit_seeds", "ablation", "lams", "tsne",
-              "save", "load", "cache_gb")
+def task_name(args):
+    """--task, of a folder its name alone."""
+    return args.task if args.task in ("toy", *TASKS) else Path(args.task).resolve().name
+
+
+# Flags that choose which runs are made, and where, but not what comes out.
+SELECTIONS = ("task", "data_dir", "out", "seeds", "methods", "strategy", "exit", "num_layers", "exit_seeds", "ablation",
+              "lams", "tsne", "save", "load", "predict", "out_file", "policy", "threshold", "cache_gb", "fresh", "debug",
+              "rank", "world_size", "device")
 
 
 def run_folder(args):
     """Folder of the records of one script, task, model and choice of settings; other settings, other folder."""
     settings = {name: str(value) for name, value in vars(args).items() if name not in SELECTIONS}
+    settings["device"] = args.device.type                           # cuda:0 and cuda:1 share the runs of one command
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
-    return Path(args.out) / Path(sys.argv[0]).stem / "-".join([args.task, *Path(args.model).parts[-2:], digest])
+    parts = [task_name(args), *Path(args.model).parts[-2:], digest]
+    return Path(args.out) / Path(sys.argv[0]).stem / "-".join(part.strip("/") for part in parts)
+
+
+@contextlib.contextmanager
+def whole_file(path):
+    """A binary file to write into, which takes the place of `path` at the end: whole, or not at all.
+
+    Raises InputError where it can't be written, as on a full disk; what stood at `path` stays.
+    """
+    path = Path(path)
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        with open(temporary, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except (OSError, RuntimeError) as error:                        # torch.save makes RuntimeErrors of some OSErrors
+        raise InputError(f"{path}: can't be written ({getattr(error, 'strerror', None) or first_line(error)}); "
+                         "what was there before is whole") from None
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def checkpoint_paths(args, name):
+    """Where the newest checkpoint of a run lies, and the one before."""
+    return [run_folder(args) / f"{name}.{which}.pt" for which in ("checkpoint", "previous")]
+
+
+def save_checkpoint(args, name, stateful, records):
+    """Saves what the next epoch depends on. The order of its batches comes from seed and epoch alone.
+
+    name      of the run, as its file is called
+    stateful  modules, optimisers, schedules: whatever has a state_dict that training changes
+    records   one dict per epoch that is done
+    """
+    newest, previous = checkpoint_paths(args, name)
+    generators = {"cpu": torch.get_rng_state()}                     # dropout draws from the device's generator
+    if args.device.type != "cpu":
+        generators[args.device.type] = getattr(torch, args.device.type).get_rng_state()
+    states = [each.state_dict() for each in stateful]
+    if newest.exists():
+        os.replace(newest, previous)                                # kept, should the newest be damaged
+    with whole_file(newest) as file:
+        torch.save({"states": states, "generators": generators, "records": records}, file)
+
+
+def resume(args, name, stateful):
+    """Loads the newest whole checkpoint of a run that was stopped, and says so. → records of its epochs, [] if none"""
+    if args.fresh:
+        drop_checkpoints(args, name)
+    for path in checkpoint_paths(args, name):
+        if not path.exists():
+            continue
+        try:
+            saved = torch.load(path, map_location="cpu", weights_only=True)
+        except Exception as error:      # a cut file raises whatever its cut makes of it
+            print(f"note: {path} can't be read ({first_line(error)}), it is left out")
+            continue
+        for each, state in zip(stateful, saved["states"], strict=True):
+            each.load_state_dict(state)
+        torch.set_rng_state(saved["generators"]["cpu"])
+        if args.device.type != "cpu":
+            getattr(torch, args.device.type).set_rng_state(saved["generators"][args.device.type])
+        print(f"{name}: goes on after epoch {len(saved['records'])}, from {path}")
+        return saved["records"]
+    return []
+
+
+def drop_checkpoints(args, name):
+    """Removes the checkpoints of a run."""
+    for path in checkpoint_paths(args, name):
+        path.unlink(missing_ok=True)
+
+
+def record_path(args, method, seed):
+    """The file of one run's record."""
+    return run_folder(args) / f"{method}-seed{seed}.json"
+
+
+def is_finished(args, method, seed):
+    """Whether a run's record is there; says so. It is read instead of trained anew. With --fresh it is removed."""
+    path = record_path(args, method, seed)
+    if args.fresh:
+        path.unlink(missing_ok=True)
+    if path.exists():
+        print(f"{method} seed {seed}: finished before, read from {path} (--fresh trains anew)")
+    return path.exists()
+
+
+def own_share(args, units):
+    """Of a list of independent pieces of work those that this process is to do: all, if it is the only one."""
+    return units[args.rank::args.world_size]
 
 
 def write_record(args, method, seed, epochs, **more):
-    """Writes one finished run as <folder>/<method>-seed<seed>.json: whole or not at all. → the record, read back
+    """Writes one finished run as <folder>/<method>-seed<seed>.json, then drops its checkpoints.
 
     epochs: one dict per epoch, with "loss", "scores", "angles" (scope → degrees per batch, null: no angle or not
     measured), "skipped" (updates with a gradient that wasn't finite) and "seconds" (training alone). With several
@@ -1052,12 +1483,29 @@ def write_record(args, method, seed, epochs, **more):
     settings = {name: str(value) if isinstance(value, torch.device) else value for name, value in vars(args).items()}
     versions = {module.__name__: module.__version__ for module in (torch, transformers, datasets, np)}
     record = {"method": method, "seed": seed, "settings": settings, "versions": versions, "epochs": epochs, **more}
-    path = run_folder(args) / f"{method}-seed{seed}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(record, allow_nan=False), encoding="utf-8")
-    os.replace(temporary, path)
-    return json.loads(path.read_text(encoding="utf-8"))
+    with whole_file(record_path(args, method, seed)) as file:
+        file.write(json.dumps(record, allow_nan=False).encode())
+    drop_checkpoints(args, f"{method}-seed{seed}")
+
+
+def read_records(args, runs):
+    """The records of all runs, pairs (method, seed), in their order. → list of dicts
+
+    Of several processes only the first gets them. The others end here; the first one too, where records are missing,
+    and says which.
+    """
+    if args.world_size > 1 and "MASTER_ADDR" in os.environ:         # torchrun's: all run now, so it can be waited
+        torch.distributed.init_process_group("gloo", timeout=timedelta(days=30))
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
+    if args.rank > 0:
+        sys.exit()
+    missing = [f"{method} seed {seed}" for method, seed in runs if not record_path(args, method, seed).exists()]
+    if missing:
+        print(f"\nno table yet, {len(missing)} of {len(runs)} runs are missing: {shortened(missing)}; the same command "
+              "prints it when they are there")
+        sys.exit()
+    return [json.loads(record_path(args, *each).read_text(encoding="utf-8")) for each in runs]
 
 
 def exit_facts(model):
@@ -1066,6 +1514,8 @@ def exit_facts(model):
     return {"layers": list(range(M - len(model["exits"]) + 1, M + 1)),
             "parameters": {name: sum(p.numel() for p in module.parameters()) for name, module in model.items()}}
 
+
+# --------------------------------------------------------------- 12 Reports
 
 def to_list(angles):
     """Angles (steps,) → plain list, rounded to 0.000001°, None where there is no angle."""
@@ -1095,7 +1545,7 @@ def markdown_table(header, rows):
 
 def other_scores(scores):
     """Names of the scores that say something beside the headline "score". scores: list of dicts, one per run."""
-    names = dict.fromkeys(name for each in scores for name in each if name not in ("score", "note"))
+    names = dict.fromkeys(name for each in scores for name in each if name not in ("score", "note", "collapsed"))
     return [name for name in names if any(each[name] != each["score"] for each in scores)]
 
 
@@ -1108,6 +1558,7 @@ def score_table(records, threshold=None):
     names = ["score"] + other_scores(last)
     gated = ["discarded %"] * (threshold is not None)
     header = ["method", *names, "best epoch", "over 90° %", *gated, "minutes", "seeds"]
+    header += ["collapsed"] * any("collapsed" in scores for scores in last)     # runs that predict one class only
     rows = []
     for method, runs in by_method(records).items():
         runs = [run["epochs"] for run in runs]
@@ -1118,6 +1569,8 @@ def score_table(records, threshold=None):
         if threshold is not None:
             row.append(mean_std([angles_over(run, threshold) for run in angles]) if method == "acl" else "–")
         row += [mean_std([sum(epoch["seconds"] for epoch in run) / 60 for run in runs], digits=2), len(runs)]
+        if any("collapsed" in scores for scores in last):
+            row.append(sum("collapsed" in run[-1]["scores"] for run in runs))
         rows.append(row)
     return markdown_table(header, rows)
 
@@ -1199,6 +1652,8 @@ def layer_table(records):
     M, columns = max(max(record["layers"]) for record in records), {}
     last = [record["epochs"][-1]["exits"][-1] for record in records]
     others = other_scores(last)
+    collapsed = {method: sum("collapsed" in exit_ for run in runs for exit_ in run["epochs"][-1]["exits"])
+                 for method, runs in by_method(records).items()}        # exits that predict one class only
     for method, runs in by_method(records).items():
         once = list({str(run["seed"]).split(".")[0]: run for run in runs}.values())         # one run per stage one
         scores = exit_scores(runs)
@@ -1212,8 +1667,10 @@ def layer_table(records):
             cells += [mean_std([sum(epoch["seconds"] for epoch in stage) / 60 for stage in stages], digits=2)]
         parameters = runs[0]["parameters"]
         columns[method] = [*cells, f"{100 * parameters['exits'] / parameters['backbone']:.2f}", len(runs)]
+        if any(collapsed.values()):
+            columns[method].append(f"{collapsed[method]} of {len(runs) * len(runs[0]['layers'])}")
     names = [*(f"exit {m + 1}" for m in range(M)), *(f"last exit: {name}" for name in others), "average",
-             "minutes, stage one", "minutes, stage two", "parameters added %", "runs"]
+             "minutes, stage one", "minutes, stage two", "parameters added %", "runs", *["exits collapsed"] * any(collapsed.values())]
     return markdown_table(["score", *columns], zip(names, *columns.values()))
 
 
