@@ -95,14 +95,14 @@ def train_backbone(strategy, kind, seed, data, args):
     return model, records
 
 
-def train_exits(model, kind, method, seed, exit_lr, states, args):  # NEW
+def train_exits(model, method, seed, exit_lr, states, args):  # NEW
     """Stage two: trains exits 1 … M−1 on the frozen backbone, the last exit being their teacher.
 
     They share nothing that is trained, so one pass over the data trains all of them, each with its own loss, its own
-    clipping and its own optimiser. method, seed: of the record, seed being "stage one's.stage two's"; states: what
-    `freeze` returns. → model with M exits, one dict per epoch for the record
+    clipping and its own optimiser. method, seed: of the record, "2st-mha" with perhaps "@rate" behind it, and "stage
+    one's seed.stage two's". states: what `freeze` returns. → model with M exits, one dict per epoch for the record
     """
-    exit_seed = int(seed.split(".")[1])
+    kind, exit_seed = method.removeprefix("2st-").split("@")[0], int(seed.split(".")[1])
     torch.manual_seed(exit_seed)
     teacher = model["exits"][-1].requires_grad_(False)
     config, K, train = model["backbone"].config, teacher.classifier.out_features, states["train"].split
@@ -183,7 +183,7 @@ def main():
             continue
         states = freeze(model["backbone"], data, args)                  # once for all runs of stage two
         for method, exit_seed, exit_lr in todo:
-            trained, exit_epochs = train_exits(model, kind, method, exit_seed, exit_lr, states, args)
+            trained, exit_epochs = train_exits(model, method, exit_seed, exit_lr, states, args)
             finish(method, exit_seed, trained, exit_epochs, stage_one=epochs)
         del states                                                      # perhaps gigabytes
         drop_checkpoints(args, f"2st-{kind}-seed{seed}")

@@ -1196,7 +1196,6 @@ def load_model(folder):
         settings = json.loads((Path(folder) / "settings.json").read_text(encoding="utf-8"))
         weights = load_file(Path(folder) / "exits.safetensors")
         make_exit, num_labels = EXITS[settings["exit"]], len(settings["label_names"])
-        settings["task"], settings["columns"], settings["max_length"]           # needed later; KeyError where absent
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise InputError(f"{folder}: not a model that --save wrote ({first_line(error)})") from None
     tokenizer, backbone = load_backbone(folder)
@@ -1231,7 +1230,8 @@ def predict_file(args):
     if args.policy == "patience" and (args.threshold % 1 or not 1 <= args.threshold < len(model["exits"])):
         raise InputError(f"--threshold: found {args.threshold:g}, expected a whole number from 1 to "
                          f"{len(model['exits']) - 1} with --policy patience and this model")
-    _, table = read_table(args.predict, [tuple(args.columns or settings["columns"])])
+    columns = args.columns or settings.get("columns")
+    _, table = read_table(args.predict, [tuple(columns)] if columns else list(reversed(TEXT_COLUMNS)))
     split = encode(tokenizer, [own_example(texts, 0, f"{args.predict} line {number}") for number, texts in table],
                    settings["max_length"])
     note_losses(args.predict, split, settings["max_length"], file=sys.stderr)

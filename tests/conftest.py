@@ -28,7 +28,7 @@ def load_script(name):
 def settings(monkeypatch, tmp_path):
     """settings("--limit", "17", angle=90.0) → args as a script would have them, on the CPU."""
     def make(*flags, **own):
-        monkeypatch.setattr(sys, "argv", ["script.py", "--device", "cpu", "--out", str(tmp_path), *flags])
+        monkeypatch.setattr(sys, "argv", ["script.py", "--device", "cpu", "--out", str(tmp_path), "--fresh", *flags])
         args = parse(shared_flags("test"))
         vars(args).update(own)
         return args

@@ -162,7 +162,7 @@ def slow_stage_two(m, model, data, args, seed, lr, cross_layer=False):
 
 
 @pytest.mark.parametrize("script, name, batch_size, limit", [
-    (EXIT, "mha", 32, 96), (CL, "2st", 32, 96), (CL, "a", 32, 96), (EXIT, "mha", 50, 140), (CL, "2st", 50, 140)])
+    (EXIT, "2st-mha", 32, 96), (CL, "2st", 32, 96), (CL, "a", 32, 96), (EXIT, "2st-mha", 50, 140), (CL, "2st", 50, 140)])
 def test_exits_together_are_exits_one_at_a_time(monkeypatch, tiny, script, name, batch_size, limit):
     """Three updates of all exits in one loop against each exit alone, written out from the definition.
 
@@ -174,7 +174,7 @@ def test_exits_together_are_exits_one_at_a_time(monkeypatch, tiny, script, name,
     monkeypatch.setitem(EXITS, "mha", build)
     monkeypatch.setattr(script, "MHAExit", build, raising=False)
     monkeypatch.setattr(script, "evaluate_exits", lambda *_: [{"score": 0.0}])
-    trained, _ = script.train_exits(model, name, 3, 1e-4, states, args)
+    trained, _ = script.train_exits(model, name, "0.3", 1e-4, states, args)
     for m in range(1, 6):
         slow = slow_stage_two(m, model, data, args, 3, 1e-4, cross_layer=name == "a")
         for key, weight in trained["exits"][m - 1].state_dict().items():
@@ -183,17 +183,17 @@ def test_exits_together_are_exits_one_at_a_time(monkeypatch, tiny, script, name,
 
 
 @pytest.mark.parametrize("cache_gb", [None, 0.0])
-@pytest.mark.parametrize("script, name", [(EXIT, "linear"), (EXIT, "mha"), (CL, "acl-cl"), (CL, "d")])
+@pytest.mark.parametrize("script, name", [(EXIT, "2st-linear"), (EXIT, "2st-mha"), (CL, "acl-cl"), (CL, "d")])
 def test_the_frozen_stay_frozen(tiny, roberta_dir, script, name, cache_gb):
     """Backbone and last exit are bit-identical after stage two; the backbone has dropout, which must be off."""
     args, data, _ = tiny("--limit", "48", "--model", str(roberta_dir), "--max_length", "40", cache_gb=cache_gb)
     _, backbone = load_backbone(args.model)
-    kind = EXITS["linear" if name == "linear" else "mha"]
+    kind = EXITS["linear" if name == "2st-linear" else "mha"]
     model = nn.ModuleDict({"backbone": backbone, "exits": nn.ModuleList([kind(32, 2)])}).train()
     before = state(model)
     states = freeze(backbone, data, args)
     first, _, _ = states["train"].batch(np.arange(9))
-    trained, records = script.train_exits(model, name, 0, 1e-2, states, args)
+    trained, records = script.train_exits(model, name, "0.0", 1e-2, states, args)
     second, _, _ = states["train"].batch(np.arange(9))
     assert all(torch.equal(a, b) for a, b in zip(first, second))
     after = trained.state_dict()
@@ -214,7 +214,7 @@ def test_three_classes(tiny):
     data = data._replace(train=data.train._replace(labels=labels[0]), dev=data.train._replace(labels=labels[0]),
                          label_names=("a", "b", "c"))
     model, _ = CL.train_backbone("acl", 0.5, 0, data, args)
-    trained, records = CL.train_exits(model, "acl-cl", 0, 1e-3, freeze(model["backbone"], data, args), args)
+    trained, records = CL.train_exits(model, "acl-cl", "0.0", 1e-3, freeze(model["backbone"], data, args), args)
     assert [exit_.label_embeddings.shape for exit_ in trained["exits"]] == [(3, 64)] * 6
     assert np.isfinite(records[-1]["loss"]) and len(records[-1]["exits"]) == 6
     sweep = early_exit_sweep(trained, data.dev, args, timed=1)
@@ -232,7 +232,7 @@ def test_cached_or_run_again(capsys, tiny):
         assert ("kept on cpu" in said) == (cache_gb is None)
         count = []
         model["backbone"].register_forward_hook(lambda *_: count.append(1))
-        _, records = EXIT.train_exits(model, "mha", 0, 1e-3, states, args)
+        _, records = EXIT.train_exits(model, "2st-mha", "0.0", 1e-3, states, args)
         results.append(records)
         calls.append(len(count))
     assert calls == [0, 2 * (4 + 13)]                   # 2 epochs: 4 batches of train, 13 of the 800 dev examples
@@ -257,7 +257,7 @@ def test_stored_states_are_the_backbones(tiny):
                 torch.testing.assert_close(hidden[m][row][mask[row]].float(), wanted[m + 1][0], rtol=0, atol=tolerance)
 
 
-@pytest.mark.parametrize("script, name", [(EXIT, "mha"), (CL, "acl-cl"), (CL, "c")])
+@pytest.mark.parametrize("script, name", [(EXIT, "2st-mha"), (CL, "acl-cl"), (CL, "c")])
 def test_no_tensor_is_left_behind(monkeypatch, tiny, script, name):
     """As many live tensors at batch 5 of stage two as at batch 30."""
     args, data, model = tiny("--limit", "70", "--batch_size", "2")
@@ -271,7 +271,7 @@ def test_no_tensor_is_left_behind(monkeypatch, tiny, script, name):
         return real(self, rows)
     monkeypatch.setattr(HiddenStates, "batch", count)
     monkeypatch.setattr(script, "evaluate_exits", lambda *_: [{"score": 0.0}])
-    script.train_exits(model, name, 0, 1e-3, states, args)
+    script.train_exits(model, name, "0.0", 1e-3, states, args)
     assert live[4] == live[29] > 0
 
 
@@ -341,7 +341,7 @@ def test_the_loss_of_a_rung_is_what_its_name_says(monkeypatch, tiny, name):
     args, data, model = tiny("--limit", "32", "--lam", "0.4", "--lr", "1e-9")
     monkeypatch.setattr(CL, "MHAExit", functools.partial(MHAExit, dropout=0.0))
     states = freeze(model["backbone"], data, args)
-    trained, records = CL.train_exits(model, name, 0, 1e-12, states, args)
+    trained, records = CL.train_exits(model, name, "0.0", 1e-12, states, args)
     hidden, mask, y = states["train"].batch(epoch_batches(data.train, 32, 0, 0)[0][0])
     main = contrast = 0
     with torch.no_grad():
@@ -385,7 +385,7 @@ def test_one_exits_conflict_leaves_the_others_alone(monkeypatch, tiny, which):
             return torch.tensor(170.0 if run == "one closed" and len(calls) % 5 == which % 5 else 10.0)
         monkeypatch.setattr(CL, "gradient_angle", angle)
         args, data, model = tiny("--limit", "64", "--lam", "0.5")
-        model, _ = CL.train_exits(model, name, 0, 1e-3, freeze(model["backbone"], data, args), args)
+        model, _ = CL.train_exits(model, name, "0.0", 1e-3, freeze(model["backbone"], data, args), args)
         trained[run] = [state(exit_) for exit_ in model["exits"]]
     for m in range(1, 7):
         wanted = trained["vanilla" if m == which else "open"][m - 1]
@@ -402,7 +402,7 @@ def test_gates_closed_is_vanilla_and_two_backward_passes_serve_all(monkeypatch, 
     monkeypatch.setattr(CL, "loss_gradients", lambda *args, **more: (calls.append(1), real(*args, **more))[1])
     for name in ("a", "2st"):
         args, data, model = tiny("--limit", "64", "--lam", "0.5", angle=0.0)
-        trained[name] = state(CL.train_exits(model, name, 0, 1e-3, freeze(model["backbone"], data, args), args)[0])
+        trained[name] = state(CL.train_exits(model, name, "0.0", 1e-3, freeze(model["backbone"], data, args), args)[0])
     assert len(calls) == 2 * 2
     for key, weight in trained["a"].items():
         if "key.bias" not in key:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from common import (TASKS, TOY_BAD, TOY_GOOD, Example, InputError, encode, epoch_batches, load_backbone, load_task,
-                    make_batch, read_tsv, toy_examples, toy_tokenizer)
+                    make_batch, read_glue, toy_examples, toy_tokenizer)
 
 SST2, MRPC, COLA, RTE = (TASKS[name] for name in ("sst2", "mrpc", "cola", "rte"))
 MRPC_HEADER = "Quality\t#1 ID\t#2 ID\t#1 String\t#2 String"
@@ -22,18 +22,18 @@ def write(folder, text, name="train.tsv"):
 def test_quotes_are_text(tmp_path):
     """A field that starts with a quote, the next quote three lines on: a CSV reader would fold them into one."""
     path = write(tmp_path, 'sentence\tlabel\n"one\t0\ntwo\t1\nthree" he said\t0\n')
-    assert [example.sentence1 for example in read_tsv(path, SST2)] == ['"one', "two", 'three" he said']
+    assert [example.sentence1 for example in read_glue(path, SST2)] == ['"one', "two", 'three" he said']
 
 
 def test_byte_order_mark(tmp_path):
     path = write(tmp_path, ("\ufeff" + MRPC_HEADER + "\r\n1\t7\t8\ta b\tc d\r\n").encode("utf-8"))
-    assert read_tsv(path, MRPC) == [("a b", "c d", 1)]
+    assert read_glue(path, MRPC) == [("a b", "c d", 1)]
 
 
 def test_cola_has_no_header(tmp_path):
     """The first line is data, the last may lack its line end, and an empty sentence is a sentence."""
     path = write(tmp_path, "gj04\t1\t\tFirst.\ngj04\t0\t*\t\ngj04\t1\t\tLast.")
-    assert read_tsv(path, COLA) == [("First.", None, 1), ("", None, 0), ("Last.", None, 1)]
+    assert read_glue(path, COLA) == [("First.", None, 1), ("", None, 0), ("Last.", None, 1)]
 
 
 @pytest.mark.parametrize("end", ["\n", "\r\n"])
@@ -41,7 +41,7 @@ def test_text_stays_as_it_is(tmp_path, end):
     """Words that some readers take for missing values, an empty sentence, and characters that splitlines() cuts at."""
     texts = ["null", "NA", "NaN", "", " ", "None", "a\u2028b", "a\x85b\x0bc\x1cd", "\N{SNOWMAN} \N{GRINNING FACE}", "'"]
     path = write(tmp_path, end.join(["sentence\tlabel", *(f"{text}\t1" for text in texts)]) + end)
-    assert [example.sentence1 for example in read_tsv(path, SST2)] == texts
+    assert [example.sentence1 for example in read_glue(path, SST2)] == texts
 
 
 @pytest.mark.parametrize("text, task, parts", [
@@ -55,13 +55,13 @@ def test_text_stays_as_it_is(tmp_path, end):
     ("index\tsentence1\tsentence2\tlabel\n0\ta\tb\tmaybe\n", RTE, ["line 2", "'maybe'", "entailment, not_entailment"]),
     ("gj04\t1\t\tfine\ngj04\t1\tfine\n", COLA, ["line 2", "found 3", "expected 4"]),
     ("sentence\tlabel\n", SST2, ["no examples"]),
-    ("", SST2, ["line 1", "sentence"]),
+    ("", SST2, ["empty file", "sentence, label"]),
     (b"sentence\tlabel\nfine\t0\nna\xefve\t1\n", SST2, ["line 3", "0xef", "UTF-8"]),
 ])
 def test_a_wrong_line_is_named(tmp_path, text, task, parts):
     path = write(tmp_path, text)
     with pytest.raises(InputError) as error:
-        read_tsv(path, task)
+        read_glue(path, task)
     assert all(part in str(error.value) for part in [str(path), *parts]), error.value
 
 
@@ -85,7 +85,8 @@ def test_mnli_from_files(tmp_path):
     """train and dev have different columns, the mismatched half may be absent."""
     folder = tmp_path / "MNLI"
     folder.mkdir()
-    write(folder, "index\tsentence1\tsentence2\tlabel1\tgold_label\n0\ta\tb\tneutral\tneutral\n")
+    write(folder, "index\tsentence1\tsentence2\tlabel1\tgold_label\n0\ta\tb\tneutral\tneutral\n"
+          "1\tc\td\tentailment\tentailment\n")
     dev = "index\tsentence1\tsentence2\tlabel1\tlabel2\tgold_label\n0\ta\tb\tneutral\tneutral\tcontradiction\n"
     write(folder, dev, "dev_matched.tsv")
     assert load_task("mnli", tmp_path).dev_mismatched is None

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from common import (InputError, MHAExit, add_gradients, apply_update, epoch_batches, epoch_line, evaluate, freeze,
-                    glue_scores, hidden_states, load_backbone, make_batch, make_optimizer, predict, prepare, score_table)
+                    glue_scores, hidden_states, load_backbone, make_batch, make_optimizer, predict, prepare, run_folder,
+                    score_table)
 from conftest import load_script
 
 PILOT, EMBED, GRAD = (load_script(name) for name in ("01_pilot_gradient_angle", "02_acl_embed", "03_acl_grad"))
@@ -45,12 +46,13 @@ def train_whole(script, method, seed, data, args, stage_two=True):
         strategy, kind = method.split("-")
         model, records = EXIT.train_backbone(strategy, kind, seed, data, args)
         if strategy == "2st" and stage_two:
-            records += EXIT.train_exits(model, kind, seed, args.lr, freeze(model["backbone"], data, args), args)[1]
+            states = freeze(model["backbone"], data, args)
+            records += EXIT.train_exits(model, method, f"0.{seed}", args.lr, states, args)[1]
         return records
     if script is CL:
         model, records = CL.train_backbone(CL.LADDER[method].stage_one, args.lam, seed, data, args)
         if stage_two:
-            records += CL.train_exits(model, method, seed, args.lr, freeze(model["backbone"], data, args), args)[1]
+            records += CL.train_exits(model, method, f"0.{seed}", args.lr, freeze(model["backbone"], data, args), args)[1]
         return records
     return script.train(method, seed, data, args)
 
@@ -211,15 +213,15 @@ def test_non_finite_gradient_skips_the_update(bad):
     assert torch.equal(model.weight, twin.weight) and torch.equal(model.bias, twin.bias)
 
 
-@pytest.mark.parametrize("bad", [torch.inf, torch.nan])
-def test_non_finite_contrast_is_counted_and_never_kept(monkeypatch, settings, bad):
-    """One batch's contrastive term blows up: its update is skipped, counted, and in neither share."""
+def test_a_non_finite_gradient_is_counted_and_never_kept(monkeypatch, settings):
+    """One batch's contrastive gradient is nan, its loss isn't: the update is skipped, counted, and in neither share."""
     args = settings("--limit", "96", "--epochs", "1", angle=90.0)
     real, calls = GRAD.supervised_contrastive_loss, []
 
-    def sometimes(*arguments):
+    def sometimes(h, *arguments):
         calls.append(1)
-        return real(*arguments) * (bad if len(calls) == 2 else 1)
+        blown_up = (h * 0).sum().sqrt() if len(calls) == 2 else 0       # 0, and its slope is infinite
+        return real(h, *arguments) + blown_up
     monkeypatch.setattr(GRAD, "supervised_contrastive_loss", sometimes)
     seen = capture(monkeypatch, GRAD)
     record = GRAD.train("acl", 0, prepare(args), args)[0]
@@ -230,11 +232,27 @@ def test_non_finite_contrast_is_counted_and_never_kept(monkeypatch, settings, ba
     assert "1 updates skipped" in epoch_line("acl", 0, args.epochs, [record])
 
 
-def test_no_finite_loss_at_all(monkeypatch, settings):
-    args = settings("--limit", "64", "--epochs", "1", angle=90.0)
-    monkeypatch.setattr(GRAD, "supervised_contrastive_loss", lambda h, y, tau: h.sum() * torch.nan)
-    with pytest.raises(InputError, match="finite"):
-        GRAD.train("acl", 0, prepare(args), args)
+@pytest.mark.parametrize("bad", [torch.inf, torch.nan])
+@pytest.mark.parametrize("script, method", [(PILOT, "ce+scl"), (EMBED, "acl_embed"), (GRAD, "acl"), (CL, "acl-cl")])
+def test_a_non_finite_loss_stops_the_run(monkeypatch, settings, script, method, bad):
+    """The message names the epoch, the step and the batch's examples, counted from 1; no checkpoint of that epoch."""
+    args = settings("--limit", "120", "--epochs", "2", "--batch_size", "40", **OWN)
+    real, calls = script.supervised_contrastive_loss, []
+
+    def sometimes(*arguments):
+        calls.append(1)
+        return real(*arguments) * (bad if len(calls) == 10 else 1)      # 6 micro-batches an epoch: the fourth of 2
+    monkeypatch.setattr(script, "supervised_contrastive_loss", sometimes)
+    data = prepare(args)
+    rows = [rows for batch in epoch_batches(data.train, 40, 0, 1) for rows in batch][3]
+    with pytest.raises(InputError) as error:
+        train_whole(script, method, 0, data, args, stage_two=False)
+    message = str(error.value)
+    assert f"epoch 2, step 5: found loss {bad}" in message and "--lr" in message
+    assert "examples " + ", ".join(map(str, rows + 1)) in message
+    args.fresh = False
+    checkpoint = torch.load(next(run_folder(args).glob("*.checkpoint.pt")), weights_only=True)
+    assert len(checkpoint["records"]) == 1
 
 
 def test_evaluation(settings):
