@@ -2,11 +2,13 @@
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -110,3 +112,19 @@ def test_offline_with_an_empty_cache(tmp_path):
     result = run_script("03_acl_grad", "--task", "rte", HF_HOME=str(tmp_path))
     assert result.returncode == 2 and "Traceback" not in result.stderr
     assert "--data_dir" in result.stderr.splitlines()[-1]
+
+
+def test_readme_own_data(tmp_path):
+    """README's lines for one's own data run as they stand, and print a line per text in the form shown there."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    [code] = [block for block in re.findall(r"```bash\n(.*?)```", readme, re.S) if "mkdir -p my_data" in block]
+    for file in ROOT.glob("*.py"):
+        (tmp_path / file.name).symlink_to(file)
+    result = subprocess.run(["bash", "-e", "-c", code], cwd=tmp_path, capture_output=True, encoding="utf-8", timeout=170,
+                            env={**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"})
+    assert result.returncode == 0, result.stderr
+    assert "labels in train: bad 1, good 2" in result.stdout and "macro_f1" in result.stdout
+    [shown] = re.findall(r"```text\n(good\t.*?)```", readme, re.S)
+    for text in (shown, "\n".join(result.stdout.splitlines()[-2:])):
+        assert all(re.fullmatch(r"(good|bad)\t[01]\.\d{4}\t[1-6]", line) for line in text.strip().split("\n"))
+    assert len(shown.splitlines()) == 2 and result.stderr == ""
