@@ -263,25 +263,22 @@ def main():
                 for name in names for exit_lr in args.exit_lr for exit_seed in range(args.exit_seeds)]
 
     stage_ones = list(itertools.product(("acl", "ce"), args.seeds))     # each trained once for all that start from it
-    kept = {}                                                           # models for --tsne and --save
+    kept, wanted = {}, ("acl-cl", "2st") if args.tsne or args.save else ()      # models, and whose
+    first = f"{args.seeds[0]}.0"                                        # the first run of each method
     for stage_one, seed in own_share(args, stage_ones):
-        todo = []
-        for method, exit_seed, exit_lr in runs_on(stage_one, seed):
-            first = exit_seed == f"{args.seeds[0]}.0"                   # of its method
-            keep = first and bool(args.tsne or args.save) and method.split("@")[0] in ("acl-cl", "2st")
-            if keep or not is_finished(args, method, exit_seed):
-                todo.append((method, exit_seed, exit_lr, first, keep))
+        todo = [(method, exit_seed, exit_lr) for method, exit_seed, exit_lr in runs_on(stage_one, seed)
+                if exit_seed == first and method.split("@")[0] in wanted or not is_finished(args, method, exit_seed)]
         if not todo:
             continue
         model, epochs = train_backbone(stage_one, args.lam, seed, data, args)
         states = freeze(model["backbone"], data, args)
-        for method, exit_seed, exit_lr, first, keep in todo:
+        for method, exit_seed, exit_lr in todo:
             trained, exit_epochs = train_exits(model, method, exit_seed, exit_lr, states, args)
             more = {"stage_one": epochs, **exit_facts(trained)}
-            if first and method.startswith("acl-cl"):
+            if exit_seed == first and method.startswith("acl-cl"):
                 more["early_exit"] = early_exit_sweep(trained, data.dev, args)
-            if keep:
-                kept[method] = trained
+            if exit_seed == first and method.split("@")[0] in wanted:
+                kept[method] = trained                                  # trained even if its record was there
             write_record(args, method, exit_seed, exit_epochs, **more)
         del model, states, trained                                      # perhaps gigabytes
         drop_checkpoints(args, f"{stage_one}-lam{args.lam:g}-seed{seed}")

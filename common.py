@@ -75,15 +75,16 @@ def run(main):
     except InputError as error:
         if "--debug" in sys.argv:
             raise
-        print(f"error: {error}", file=sys.stderr)
+        tqdm.write(f"error: {error}", file=sys.stderr)          # below the progress bar, not behind it
         sys.exit(2)
     except torch.OutOfMemoryError as error:
         if "--debug" in sys.argv:
             raise
-        print(f"error: {first_line(error)} Try a smaller --max_length, or --batch_size under 32.", file=sys.stderr)
+        tqdm.write(f"error: {first_line(error)} Try a smaller --max_length, or a --batch_size under 32.",
+                   file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
-        print("\ninterrupted: the same command goes on after the last whole epoch", file=sys.stderr)
+        tqdm.write("interrupted: the same command goes on after the last whole epoch", file=sys.stderr)
         sys.exit(130)
     except BrokenPipeError:                     # as in "… | head": whoever reads has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -165,7 +166,7 @@ def parse(parser):
             setattr(args, name, value)
     if "exit_lr" in args:
         args.exit_lr, args.exit_epochs = args.exit_lr or [args.lr], args.exit_epochs or args.epochs
-    for name in ("seeds", "exit_lr", "lams"):
+    for name in ("seeds", "exit_lr", "lams", "columns"):
         values = getattr(args, name, None) or []
         if len(set(values)) < len(values):
             parser.error(f"argument --{name}: found {' '.join(map(str, values))}, expected distinct values")
@@ -183,10 +184,13 @@ def parse(parser):
         parser.error(f"argument --model: tiny only knows the words of --task toy, found --task {args.task}")
     if args.data_dir and args.task not in TASKS:
         parser.error(f"argument --data_dir: belongs to GLUE tasks, found --task {args.task}")
-    texts = len(args.columns or ()) - (not getattr(args, "predict", None))      # --predict needs no label column
-    if args.columns and (args.task in ("toy", *TASKS) and not getattr(args, "predict", None) or not 1 <= texts <= 2):
-        parser.error(f"argument --columns: found {' '.join(args.columns)} with --task {args.task}, expected one or two "
-                     "text columns, then the label column, with --task path/to/folder")
+    if args.columns:
+        predicting = bool(getattr(args, "predict", None))       # needs no label column
+        if len(args.columns) not in ((1, 2) if predicting else (2, 3)):
+            parser.error(f"argument --columns: found {' '.join(args.columns)}, expected one or two text columns"
+                         + ", then the label column" * (not predicting))
+        if args.task in ("toy", *TASKS) and not predicting:
+            parser.error(f"argument --columns: belongs to --task path/to/folder, found --task {args.task}")
     # torchrun sets these, and a Slurm script can: which process this is, of how many, and where on its machine.
     args.rank, args.world_size, local = (environment_number(*each) for each in (
         ("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
@@ -1246,7 +1250,6 @@ def predict_file(args):
     if args.out_file is None:
         sys.stdout.writelines(lines)
         return
-    Path(args.out_file).parent.mkdir(parents=True, exist_ok=True)
     with whole_file(args.out_file) as file:
         file.write("".join(lines).encode())
 
@@ -1255,6 +1258,7 @@ def predict_file(args):
 
 def prepare(args):
     """Loads and tokenises the task, sets the default batch size, prints the first line. → TaskData of Splits"""
+    task = load_task(args.task, args.data_dir, args.limit, args.columns)
     tokenizer, backbone = load_backbone(args.model)
     config = backbone.config                                        # RoBERTa's first positions are for padding
     longest = config.max_position_embeddings - (config.pad_token_id + 1 if config.model_type == "roberta" else 0)
@@ -1266,8 +1270,6 @@ def prepare(args):
                              f"the layers of {args.model}")
     if "exit_lr" in args and config.num_hidden_layers < 2:
         raise InputError(f"--model {args.model}: found one layer, expected two or more for exits to lie on")
-
-    task = load_task(args.task, args.data_dir, args.limit, args.columns)
     data = task._replace(**{name: encode(tokenizer, getattr(task, name), args.max_length)
                             for name in ("train", "dev", "dev_mismatched") if getattr(task, name)})
     args.batch_size = args.batch_size or max(8, round(len(task.train) / 200))       # about 200 updates an epoch
@@ -1291,7 +1293,7 @@ def prepare(args):
           sep=" · ", flush=True)
     if args.task not in ("toy", *TASKS):
         counts = Counter(example.label for example in task.train)
-        print("labels in train:", shortened([f"{name} {counts[k]:,}" for k, name in enumerate(task.label_names)]))
+        print("labels in train:", shortened([f"{k} {name} ({counts[k]:,})" for k, name in enumerate(task.label_names)]))
     if args.task == "mnli" and not task.dev_mismatched:
         print("note: no dev_mismatched.tsv there, so only the matched half of MNLI's dev set is scored")
     for name in ("train", "dev", "dev_mismatched"):
@@ -1390,6 +1392,7 @@ def whole_file(path):
     path = Path(path)
     temporary = path.with_name(path.name + ".tmp")
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         with open(temporary, "wb") as file:
             yield file
             file.flush()
@@ -1399,7 +1402,8 @@ def whole_file(path):
         raise InputError(f"{path}: can't be written ({getattr(error, 'strerror', None) or first_line(error)}); "
                          "what was there before is whole") from None
     finally:
-        temporary.unlink(missing_ok=True)
+        if temporary.is_file():
+            temporary.unlink()
 
 
 def checkpoint_paths(args, name):
@@ -1464,6 +1468,7 @@ def is_finished(args, method, seed):
     if args.fresh:
         path.unlink(missing_ok=True)
     if path.exists():
+        drop_checkpoints(args, f"{method}-seed{seed}")
         print(f"{method} seed {seed}: finished before, read from {path} (--fresh trains anew)")
     return path.exists()
 

@@ -123,7 +123,7 @@ def test_readme_own_data(tmp_path):
     result = subprocess.run(["bash", "-e", "-c", code], cwd=tmp_path, capture_output=True, encoding="utf-8", timeout=170,
                             env={**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"})
     assert result.returncode == 0, result.stderr
-    assert "labels in train: bad 1, good 2" in result.stdout and "macro_f1" in result.stdout
+    assert "labels in train: 0 bad (1), 1 good (2)" in result.stdout and "macro_f1" in result.stdout
     [shown] = re.findall(r"```text\n(good\t.*?)```", readme, re.S)
     for text in (shown, "\n".join(result.stdout.splitlines()[-2:])):
         assert all(re.fullmatch(r"(good|bad)\t[01]\.\d{4}\t[1-6]", line) for line in text.strip().split("\n"))
