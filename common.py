@@ -98,9 +98,10 @@ def number(kind, low=-math.inf, high=math.inf, above=-math.inf):
     def parse(text):
         try:
             value = kind(text)
-        except ValueError:
-            value = math.nan
-        if not (low <= value <= high and value > above and math.isfinite(value)):
+            fits = low <= value <= high and value > above and math.isfinite(value)
+        except (ValueError, OverflowError):
+            fits = False
+        if not fits:
             raise argparse.ArgumentTypeError(f"found {text!r}, expected {kind.__name__} {' and '.join(limits)}")
         return value
 
@@ -154,7 +155,7 @@ def load_flags(parser):
     add("--load", metavar="DIR", help="instead: load such a model and try early exit on it")
     add("--predict", metavar="FILE", help="with --load: label the texts of a .csv, .tsv or .jsonl file")
     add("--out_file", metavar="FILE", help="where --predict writes label, probability and exit layer (standard output)")
-    add("--policy", choices=list(POLICIES), default="entropy", help="when a text leaves under --predict (entropy)")
+    add("--policy", choices=list(POLICIES), help="when a text leaves under --predict (entropy)")
     add("--threshold", type=number(float, 0), help="of --policy: entropy (0.2), patience (2), confidence (0.9)")
 
 
@@ -173,6 +174,10 @@ def parse(parser):
     if "predict" in args:
         if args.predict and not args.load:
             parser.error("argument --predict: expected --load with it, the folder of a saved model")
+        for name in ("out_file", "policy", "threshold"):
+            if getattr(args, name) is not None and not args.predict:
+                parser.error(f"argument --{name}: expected --predict with it")
+        args.policy = args.policy or "entropy"
         if args.threshold is None:
             args.threshold = {"entropy": 0.2, "patience": 2, "confidence": 0.9}[args.policy]
         elif args.threshold > 1 and args.policy != "patience":
@@ -347,11 +352,12 @@ def load_folder(folder, columns=None):
 
     train_path, train = next(iter(tables.items()))
     counts = Counter(as_label(row[-1], f"{train_path} line {number}") for number, row in train)
-    whole = all(re.fullmatch(r"-?[0-9]+", label) for label in counts)
-    names = tuple(sorted(counts, key=int if whole else None))
-    if len(names) > max(100, len(train) // 2):
+    whole, decimal = (all(re.fullmatch(pattern, name) for name in counts)
+                      for pattern in (r"-?[0-9]{1,18}", r"-?[0-9]*\.?[0-9]+"))
+    names = tuple(sorted(counts, key=lambda name: (int(name), name) if whole else name))
+    if len(names) > (20 if decimal and not whole else max(100, len(train) // 2)):
         raise InputError(f"{train_path}: found {len(names):,} different labels on {len(train):,} lines in column "
-                         f"{label}, expected classes")
+                         f"{label}, {shortened(names, 3)}, expected classes")
     index, splits = {name: k for k, name in enumerate(names)}, []
     for path, rows in tables.items():
         splits.append([])
@@ -359,9 +365,9 @@ def load_folder(folder, columns=None):
             where = f"{path} line {number}"
             found = as_label(values[-1], where)
             if found not in index:
-                raise InputError(f"{where}: found label {found!r}, which {train_path.name} lacks, expected one of "
+                raise InputError(f"{where}: found label {shortened([repr(found)])}, which {train_path.name} lacks, expected one of "
                                  f"{shortened(names)}")
-            splits[-1].append(own_example(values[:-1], index[found], where))
+            splits[-1].append(own_example(texts, values[:-1], index[found], where))
     return TaskData(*splits, names, tuple(texts))
 
 
@@ -369,21 +375,23 @@ def as_label(value, where):
     """A label as text: what stands in the file, or an integer from JSON. → str"""
     label = str(value).strip() if isinstance(value, (str, int)) and not isinstance(value, bool) else ""
     if not label or not label.isprintable():
-        raise InputError(f"{where}: found label {value!r}, expected a word or an integer")
+        raise InputError(f"{where}: found label {shortened([repr(value)])}, expected a word or an integer")
     return label
 
 
-def own_example(texts, label, where):
+def own_example(columns, texts, label, where):
     """An Example of one or two texts. JSON can hold other things in their place, and half characters."""
-    for text in texts:
+    for column, text in zip(columns, texts):
         if not isinstance(text, str) or not text.isascii() and re.search("[\ud800-\udfff]", text):
-            raise InputError(f"{where}: found {text!r}, expected text")
+            raise InputError(f"{where}: found {shortened([repr(text)])} as {column}, expected text")
     return Example(texts[0], texts[1] if len(texts) == 2 else None, label)
 
 
 def shortened(names, most=10):
-    """The names with commas between them, the first ten of them. → str"""
-    return ", ".join(map(str, names[:most])) + (f", … ({len(names)} in all)" if len(names) > most else "")
+    """The first ten names, the first sixty characters of each, in one line with commas between them. → str"""
+    shown = [name if name.isprintable() else repr(name) for name in map(str, names[:most])]
+    shown = [name if len(name) <= 60 else name[:60] + "…" for name in shown]
+    return ", ".join(shown) + (f", … ({len(names)} in all)" if len(names) > most else "")
 
 
 def read_table(path, choices, label=None, header=None, hint=""):
@@ -412,10 +420,10 @@ def read_table(path, choices, label=None, header=None, hint=""):
         texts = next((each for each in choices if set(each) <= set(names)), None)
         if texts is None or label and label not in names:
             hint = "; a split without labels can't be trained on or scored" if texts else ""
-            raise ValueError(f"line 1: found columns {', '.join(names)}, expected {expected} among them{hint}")
+            raise ValueError(f"line 1: found columns {shortened(names)}, expected {expected} among them{hint}")
         columns = [*texts, *last]
         if doubled := [column for column in columns if names.count(column) > 1]:
-            raise ValueError(f"line 1: found column {doubled[0]} twice")
+            raise ValueError(f"line 1: found column {doubled[0]} twice, expected it once")
         at, rows = [names.index(column) for column in columns], []
         for number, fields in lines:
             if len(fields) != len(names):
@@ -438,13 +446,13 @@ def tsv_lines(text):
 def csv_lines(text):
     """CSV, whose quoted fields may hold commas, line ends and doubled quotation marks."""
     csv.field_size_limit(2 ** 31 - 1)                           # the default refuses over 131,072 characters
-    reader, number = csv.reader(io.StringIO(text, newline=""), strict=True), 0
+    reader, number = csv.reader(io.StringIO(text, newline=""), strict=True), 1
     try:
         for fields in reader:
-            number = reader.line_num
             yield number, fields
+            number = reader.line_num + 1                        # where the next one starts
     except csv.Error as error:
-        raise ValueError(f"line {number + 1}: not CSV, {error}") from None
+        raise ValueError(f"line {number}: found {error}, expected CSV with its quotation marks in pairs") from None
 
 
 def jsonl_lines(text):
@@ -461,7 +469,7 @@ def jsonl_lines(text):
         except (ValueError, RecursionError):
             fields = None
         if not isinstance(fields, dict):
-            raise ValueError(f"line {number}: found {line[:60]!r}, expected a JSON object with each key once")
+            raise ValueError(f"line {number}: found {shortened([repr(line)])}, expected a JSON object with each key once")
         if names is None:
             names = list(fields)
             yield 0, names
@@ -506,8 +514,8 @@ def load_from_hub(flag, load):
         load_from_hub.answered = True
     try:
         return load()
-    except (OSError, ValueError) as error:
-        raise InputError(f"{flag}: {first_line(error)} ({ways_on})") from None
+    except Exception as error:          # of the hub's client, or of the libraries that read what it brought
+        raise InputError(f"{flag}: {first_line(error)} ({ways_on})") from error
 
 
 load_from_hub.answered = False
@@ -592,13 +600,28 @@ def encode(tokenizer, examples, max_length):
     """Tokenises a list of Example once, pairs as pairs, the longer sentence cut first. → Split."""
     first = [example.sentence1 for example in examples]
     second = None if examples[0].sentence2 is None else [example.sentence2 for example in examples]
-    encoded = tokenizer(first, second, truncation=True, max_length=max_length)
+    encoded = tokenizer(first, second, verbose=False)
+    # Cut here, with the result of truncation=True, which takes time quadratic in the length of two long texts.
+    too_long = [i for i, ids in enumerate(encoded["input_ids"]) if len(ids) > max_length]
+    for i in too_long:
+        kept = kept_tokens(encoded.sequence_ids(i), max_length)
+        for column in encoded.values():
+            column[i] = [column[i][at] for at in kept]
     inputs = {name: [torch.tensor(ids) for ids in column] for name, column in encoded.items()}
     padding = {name: tokenizer.pad_token_id if name == "input_ids" else 0 for name in inputs}
-    labels = torch.tensor([example.label for example in examples])
-    return Split(inputs, labels, np.array([len(ids) for ids in inputs["input_ids"]]), padding,
-                 100 * np.mean([len(each.overflowing) > 0 for each in encoded.encodings]),
-                 100 * (torch.cat(inputs["input_ids"]) == tokenizer.unk_token_id).float().mean().item())
+    unknown = (torch.cat(inputs["input_ids"]) == tokenizer.unk_token_id).float().mean().item()
+    return Split(inputs, torch.tensor([example.label for example in examples]),
+                 np.array([len(ids) for ids in inputs["input_ids"]]), padding,
+                 100 * len(too_long) / len(examples), 100 * unknown)
+
+
+def kept_tokens(sequence_ids, max_length):
+    """Positions that stay when the longer of two texts is cut first. sequence_ids: 0, 1, None for special tokens."""
+    places = [[at for at, which in enumerate(sequence_ids) if which == text] for text in (0, 1, None)]
+    room = max_length - len(places[2])
+    shorter, longer = sorted(places[:2], key=len)
+    shorter = shorter[:room // 2]
+    return sorted([*shorter, *longer[:room - len(shorter)], *places[2]])
 
 
 def note_losses(name, split, max_length, file=None):
@@ -670,6 +693,8 @@ def load_checkpoint(name):
     """Loads a BERT or RoBERTa from a directory or the hub, as `load_backbone` describes. → (tokenizer, backbone)"""
     if not Path(name).is_dir() and (name.count("/") > 1 or name.startswith((".", "/", "~"))):
         raise InputError(f"--model {name}: no such directory")
+    if Path(name).is_file():
+        raise InputError(f"--model {name}: found a file, expected a directory or a hub name")
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()        # weights that aren't used; missing ones are checked below
 
@@ -685,10 +710,13 @@ def load_checkpoint(name):
     if Path(name).is_dir():
         try:
             tokenizer, backbone, info = load()
-        except (OSError, ValueError) as error:
-            raise InputError(f"--model {name}: {first_line(error)}") from None
+        except Exception as error:      # whatever the libraries make of a damaged file
+            raise InputError(f"--model {name}: can't be loaded ({first_line(error)})") from error
     else:
         tokenizer, backbone, info = load_from_hub(f"--model {name}", load)
+    if not backbone.config.vocab_size / 2 < len(tokenizer) <= backbone.config.vocab_size:
+        raise InputError(f"--model {name}: found a tokenizer of {len(tokenizer):,} tokens, expected about "
+                         f"{backbone.config.vocab_size:,}, the model's; is tokenizer.json or vocab.txt missing?")
     if info["missing_keys"]:
         raise InputError(f"--model {name}: the checkpoint lacks {len(info['missing_keys'])} weights, "
                          f"{sorted(info['missing_keys'])[0]} among them")
@@ -1200,6 +1228,7 @@ def load_model(folder):
         settings = json.loads((Path(folder) / "settings.json").read_text(encoding="utf-8"))
         weights = load_file(Path(folder) / "exits.safetensors")
         make_exit, num_labels = EXITS[settings["exit"]], len(settings["label_names"])
+        settings = {"columns": ["sentence"], "max_length": 128, "task": "toy"} | settings
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise InputError(f"{folder}: not a model that --save wrote ({first_line(error)})") from None
     tokenizer, backbone = load_backbone(folder)
@@ -1234,10 +1263,18 @@ def predict_file(args):
     if args.policy == "patience" and (args.threshold % 1 or not 1 <= args.threshold < len(model["exits"])):
         raise InputError(f"--threshold: found {args.threshold:g}, expected a whole number from 1 to "
                          f"{len(model['exits']) - 1} with --policy patience and this model")
-    columns = args.columns or settings.get("columns")
-    _, table = read_table(args.predict, [tuple(columns)] if columns else list(reversed(TEXT_COLUMNS)))
-    split = encode(tokenizer, [own_example(texts, 0, f"{args.predict} line {number}") for number, texts in table],
-                   settings["max_length"])
+    columns = tuple(args.columns or settings["columns"])
+    if len(columns) != len(settings["columns"]):
+        raise InputError(f"--columns: found {', '.join(columns)}, expected {len(settings['columns'])}, as the model was "
+                         f"trained on {', '.join(settings['columns'])}")
+    if Path(args.predict).suffix not in READERS:
+        raise InputError(f"--predict {args.predict}: found {Path(args.predict).suffix or 'no ending'}, expected "
+                         f"{', '.join(READERS)}")
+    if args.out_file and Path(args.out_file).resolve() == Path(args.predict).resolve():
+        raise InputError(f"--out_file {args.out_file}: found the file to predict on, expected another")
+    _, table = read_table(args.predict, [columns])
+    examples = [own_example(columns, texts, 0, f"{args.predict} line {number}") for number, texts in table]
+    split = encode(tokenizer, examples, settings["max_length"])
     note_losses(args.predict, split, settings["max_length"], file=sys.stderr)
     model.to(args.device)
     lines = [None] * len(table)

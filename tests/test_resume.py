@@ -34,7 +34,8 @@ def same(one, other):
 
 @pytest.mark.parametrize("script, method, name", [
     (PILOT, "ce+scl", "ce+scl-seed0"), (EMBED, "acl_embed", "acl_embed-seed0"), (GRAD, "acl", "acl-seed0"),
-    (EXIT, "alt-mha", "alt-mha-seed0"), (EXIT, "2st-linear", "2st-linear-seed0.0"), (CL, "acl-cl", "acl-cl-seed0.0")])
+    (EXIT, "alt-mha", "alt-mha-seed0"), (EXIT, "2st-linear", "2st-linear-seed0.0"), (CL, "acl-cl", "acl-cl-seed0.0"),
+    (CL, "acl-cl", "acl-lam0.02-seed0")])
 def test_two_epochs_stop_and_two_more_are_four(monkeypatch, capsys, settings, roberta_dir, script, method, name):
     """To the bit, with dropout in backbone and exits: records, weights, moments, schedule, generators."""
     flags = ("--limit", "70", "--batch_size", "40", "--epochs", "4", "--model", str(roberta_dir), "--max_length", "40")
@@ -209,30 +210,23 @@ def test_ctrl_c(tmp_path):
 
 def test_killed_five_times(tmp_path):
     """SIGKILL at random moments, then a run to the end: records as of a run that nobody disturbed."""
-    flags = ("--limit", "160", "--epochs", "3", "--exit_epochs", "3")
-    undisturbed = start("05_acl_cl", *flags, "--out", str(tmp_path / "undisturbed"))
-    _, err = undisturbed.communicate(timeout=170)
-    assert undisturbed.returncode == 0, err
+    flags = ("--limit", "320", "--epochs", "4")
+    _, err = start("03_acl_grad", *flags, "--out", str(tmp_path / "undisturbed")).communicate(timeout=170)
+    assert err == ""
     moments = random.Random(7)
     for _ in range(5):
-        process = start("05_acl_cl", *flags, "--out", str(tmp_path / "killed"))
+        process = start("03_acl_grad", *flags, "--out", str(tmp_path / "killed"))
         process.stdout.readline()                           # it is about to train
         time.sleep(moments.uniform(0, 3))
         process.kill()
         process.communicate()
-    finish = start("05_acl_cl", *flags, "--out", str(tmp_path / "killed"))
-    _, err = finish.communicate(timeout=170)
-    assert finish.returncode == 0, err
+    _, err = start("03_acl_grad", *flags, "--out", str(tmp_path / "killed")).communicate(timeout=170)
+    assert err == ""
     paths = sorted((tmp_path / "killed").rglob("*.json"))
-    assert len(paths) == 2 and not list((tmp_path / "killed").rglob("*.pt"))
-    assert not list((tmp_path / "killed").rglob("*.tmp"))
+    assert len(paths) == 2 and not list(tmp_path.rglob("*.pt")) and not list(tmp_path.rglob("*.tmp"))
     for path in paths:
-        one = json.loads(path.read_text())
         [other] = (tmp_path / "undisturbed").rglob(path.name)
-        other = json.loads(other.read_text())
-        assert same(one["epochs"], other["epochs"]) and same(one["stage_one"], other["stage_one"])
-        for row, wanted in zip(one.get("early_exit", []), other.get("early_exit", []), strict=True):
-            assert row["score"] == wanted["score"] and row["layers"] == wanted["layers"]
+        assert same(json.loads(path.read_text())["epochs"], json.loads(other.read_text())["epochs"])
 
 
 # ------------------------------------------------------------------------------------------ several processes
