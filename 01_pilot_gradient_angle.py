@@ -24,9 +24,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from common import (MHAExit, add_gradients, angle_figure, angles_over, apply_update, autocast, epoch_batches,
-                    epoch_line, evaluate, gradient_angle, is_finished, load_backbone, loss_gradients, make_batch,
-                    make_optimizer, markdown_table, mean_loss, number, own_share, parse, prepare, progress,
+from common import (MHAExit, add_gradients, angle_figure, angles_over, apply_update, autocast, by_method,
+                    contrast_flags, epoch_batches, epoch_line, evaluate, gradient_angle, is_finished, load_backbone, loss_gradients,
+                    make_batch, make_optimizer, markdown_table, mean_loss, number, own_share, parse, prepare, progress,
                     read_records, resume, run, run_folder, save_checkpoint, score_table, shared_flags, show,
                     supervised_contrastive_loss, to_list, write_record)
 
@@ -99,12 +99,11 @@ def train(method, seed, data, args):
 def angle_table(records):
     """Per method and epoch, for each scope the mean angle and the share of batches over 90°. → Markdown"""
     rows = []
-    for method in dict.fromkeys(record["method"] for record in records):
-        runs = [record["epochs"] for record in records if record["method"] == method]
-        for epoch in range(len(runs[0])):
+    for method, runs in by_method(records).items():
+        for epoch in range(len(runs[0]["epochs"])):
             row = [method, epoch + 1]
             for scope in SCOPES:
-                angles = [angle for run in runs for angle in run[epoch]["angles"][scope] if angle is not None]
+                angles = [angle for run in runs for angle in run["epochs"][epoch]["angles"][scope] if angle is not None]
                 row.append(f"{np.mean(angles):.0f}° / {angles_over(angles):.0f} %" if angles else "–")
             rows.append(row)
     return markdown_table(["method", "epoch", "all parameters", "backbone", "exit", "h"], rows)
@@ -112,6 +111,7 @@ def angle_table(records):
 
 def main():
     parser = shared_flags(__doc__)
+    contrast_flags(parser)
     parser.add_argument("--angle_every", type=number(int, 1), default=1,
                         help="measure the angle every n steps (default 1)")
     args = parse(parser)

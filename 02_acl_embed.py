@@ -23,10 +23,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from common import (MHAExit, add_gradients, apply_update, autocast, epoch_batches, epoch_line, evaluate, gradient_angle,
-                    is_finished, load_backbone, loss_gradients, make_batch, make_optimizer, mean_loss, number,
-                    own_share, parse, prepare, progress, read_records, resume, run, save_checkpoint, score_table,
-                    shared_flags, show, supervised_contrastive_loss, to_list, write_record)
+from common import (MHAExit, add_gradients, apply_update, autocast, contrast_flags, epoch_batches, epoch_line,
+                    evaluate, gradient_angle, is_finished, load_backbone, loss_gradients, make_batch, make_optimizer,
+                    mean_loss, number, own_share, parse, prepare, progress, read_records, resume, run, save_checkpoint,
+                    score_table, shared_flags, show, supervised_contrastive_loss, to_list, write_record)
 
 METHODS = ("ce", "scl", "acl_embed")  # NEW
 
@@ -45,7 +45,8 @@ def train(method, seed, data, args):
     num_updates = args.epochs * len(epoch_batches(data.train, args.batch_size, seed, 0))
     optimizer, schedule = make_optimizer(model, args.lr, num_updates)
     name, state = f"{method}-seed{seed}", [model, optimizer, schedule]
-    records, angle = resume(args, name, state), torch.nan       # [], unless this run was stopped
+    records = resume(args, name, state)                 # [], unless this run was stopped
+    angle = torch.nan                                   # the last one measured, for the progress bar
     bar = progress(f"{method} seed {seed}", num_updates, len(records) / args.epochs, args)
     for epoch in range(len(records), args.epochs):
         started = time.perf_counter()
@@ -97,8 +98,9 @@ def train(method, seed, data, args):
 
 def main():
     parser = shared_flags(__doc__)
+    contrast_flags(parser)
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS, help="default: all")  # NEW
-    parser.add_argument("--angle_every", type=number(int, 1), default=10,  # NEW
+    parser.add_argument("--angle_every", type=number(int, 1), default=10,
                         help="measure the angle every n steps (default 10)")
     args = parse(parser)
     data = prepare(args)

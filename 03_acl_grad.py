@@ -22,11 +22,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from common import (MHAExit, add_gradients, angle_figure, angles_over, apply_update, autocast, by_method, epoch_batches,
-                    epoch_line, evaluate, gradient_angle, is_finished, load_backbone, loss_gradients, make_batch,
-                    make_optimizer, markdown_table, mean_loss, mean_std, number, own_share, parse, prepare, progress,
-                    read_records, resume, run, run_folder, save_checkpoint, score_table, shared_flags, show,
-                    supervised_contrastive_loss, to_list, write_record)
+from common import (MHAExit, add_gradients, angle_figure, angles_over, apply_update, autocast, by_method,
+                    contrast_flags, epoch_batches, epoch_line, evaluate, gradient_angle, is_finished, load_backbone,
+                    loss_gradients, make_batch, make_optimizer, markdown_table, mean_loss, mean_std, number, own_share,
+                    parse, prepare, progress, read_records, resume, run, run_folder, save_checkpoint, score_table,
+                    shared_flags, show, supervised_contrastive_loss, to_list, write_record)
 
 ANGLE_EVERY = 10        # without a gate the angle is only looked at, and a look costs a backward pass  # NEW
 METHODS = ("ce", "scl", "acl_embed", "acl")  # NEW
@@ -46,7 +46,8 @@ def train(method, seed, data, args):
     num_updates = args.epochs * len(epoch_batches(data.train, args.batch_size, seed, 0))
     optimizer, schedule = make_optimizer(model, args.lr, num_updates)
     name, state = f"{method}-seed{seed}", [model, optimizer, schedule]
-    records, angle = resume(args, name, state), torch.nan       # [], unless this run was stopped
+    records = resume(args, name, state)                 # [], unless this run was stopped
+    angle = torch.nan                                   # the last one measured, for the progress bar
     bar = progress(f"{method} seed {seed}", num_updates, len(records) / args.epochs, args)
     for epoch in range(len(records), args.epochs):
         started = time.perf_counter()
@@ -76,7 +77,7 @@ def train(method, seed, data, args):
                     # Two backward passes through one graph, each loss alone. Never a third.
                     g_ce = loss_gradients(ce, parameters, retain_graph=True)
                     g_contrast = loss_gradients(contrast, parameters)
-                    angles[i] = angle = gradient_angle(g_ce, g_contrast)  # NEW
+                    angles[i] = angle = gradient_angle(g_ce, g_contrast)
                     # The gate is a 0/1 tensor: an `if` would make the host wait for the device. Without an angle
                     # (nan, a gradient of zeros) nothing is over the threshold, so there is no conflict.
                     conflict = (angle > args.angle) & (method == "acl")  # NEW
@@ -112,7 +113,8 @@ def discard_table(records, threshold):  # NEW
 
 def main():
     parser = shared_flags(__doc__)
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=["acl_embed", "acl"],
+    contrast_flags(parser)
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=["acl_embed", "acl"],  # NEW
                         help="default: acl_embed acl")
     parser.add_argument("--angle", type=number(float, 0, 180), default=90.0,  # NEW
                         help="discard the contrastive term where γ is over this many degrees (default 90)")

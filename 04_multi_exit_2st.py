@@ -15,8 +15,8 @@ beside it.
     python 04_multi_exit_2st.py --num_layers 3                       beside it: the first 3 layers with one exit on top
     python 04_multi_exit_2st.py --task rte --exit_lr 5e-4 --exit_seeds 5
 
-Prints a line per epoch with the dev score of every exit, then layer × score for each way of training, and for each
-trained model what early exiting makes of it. Draws score against layer, and score against mean layers run.
+Prints a line per epoch with the dev score of every exit, then layer × score for each way of training, and for the
+first model of each what early exiting makes of it. Draws score against layer, and score against mean layers run.
 """
 
 import itertools
@@ -55,7 +55,7 @@ def train_backbone(strategy, kind, seed, data, args):
     optimizer, schedule = make_optimizer(model, args.lr, num_updates)
     name, state = f"{strategy}-{kind}-seed{seed}", [model, optimizer, schedule]
     records = resume(args, name, state)                 # [], unless this run was stopped
-    bar = progress(f"{strategy} seed {seed}", num_updates, len(records) / args.epochs, args)
+    bar = progress(f"{strategy}-{kind} seed {seed}", num_updates, len(records) / args.epochs, args)
     for epoch in range(len(records), args.epochs):
         started = time.perf_counter()
         batches = epoch_batches(data.train, args.batch_size, seed, epoch)
@@ -86,11 +86,11 @@ def train_backbone(strategy, kind, seed, data, args):
         records.append({"loss": mean_loss(losses, batches, epoch), "scores": scores[-1], "exits": scores,
                         "skipped": int(skipped), "seconds": seconds})
         save_checkpoint(args, name, state, records)
-        what = (f"first {num_layers} layers" if num_layers else "stage one" if strategy == "2st" else
-                "all exits" if joint else "last exit")
-        if strategy == "alt" and args.alternate == "step":
-            what = "every second update all exits"
-        bar.write(epoch_line(strategy, seed, args.epochs, records) + f" ({what})")
+        what = {"2st": "stage one", "jt": "all exits", "alt": "all exits" if joint else "last exit"}
+        if args.alternate == "step":
+            what["alt"] = "every second update all exits"
+        what = what.get(strategy, f"first {num_layers} layers")
+        bar.write(epoch_line(f"{strategy}-{kind}", seed, args.epochs, records) + f" ({what})")
     bar.close()
     return model, records
 

@@ -28,13 +28,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from common import (MHAExit, add_gradients, apply_update, autocast, by_method, distillation_loss, drop_checkpoints,
-                    early_exit_sweep, epoch_batches, epoch_line, evaluate_exits, exit_facts, exit_scores, freeze,
-                    gradient_angle, hidden_states, is_finished, load_backbone, load_flags, loss_gradients, make_batch,
-                    make_optimizer, markdown_table, mean_loss, mean_std, number, own_share, parse, predict_file,
-                    prepare, progress, read_records, report_exits, reserve, resume, run, run_folder, save_checkpoint,
-                    save_model, score_saved, shared_flags, show, stage_two_flags, supervised_contrastive_loss,
-                    task_name, to_list, tsne_figure, write_record)
+from common import (MHAExit, add_gradients, apply_update, autocast, by_method, contrast_flags, distillation_loss,
+                    drop_checkpoints, early_exit_sweep, epoch_batches, epoch_line, evaluate_exits, exit_facts,
+                    exit_scores, freeze, gradient_angle, hidden_states, is_finished, load_backbone, load_flags,
+                    loss_gradients, make_batch, make_optimizer, markdown_table, mean_loss, mean_std, number, own_share,
+                    parse, predict_file, prepare, progress, read_records, report_exits, reserve, resume, run,
+                    run_folder, save_checkpoint, save_model, score_saved, shared_flags, show, stage_two_flags,
+                    supervised_contrastive_loss, task_name, to_list, tsne_figure, write_record)
 
 
 # stage_one: objective of backbone and last exit; contrast: rows of an exit's contrastive term; gate: one per exit.
@@ -121,7 +121,7 @@ def train_backbone(method, lam, seed, data, args):
         records.append({"loss": mean_loss(losses, batches, epoch), "scores": scores[-1], "exits": scores,
                         "skipped": int(skipped), "angles": {"all": to_list(angles)}, "seconds": seconds})
         save_checkpoint(args, name, state, records)
-        bar.write(epoch_line(method, seed, args.epochs, records) + f" (stage one, λ {lam:g})")
+        bar.write(epoch_line(method, seed, args.epochs, records) + f" (stage one{f', λ {lam:g}' * (method != 'ce')})")
     bar.close()
     return model, records
 
@@ -164,18 +164,20 @@ def train_exits(model, method, seed, exit_lr, states, args):
                     with torch.no_grad():                               # the teacher is a constant
                         h_M, logits_M = teacher(hidden[-1], mask)
                     outputs = [exit_(layer, mask) for exit_, layer in zip(students, hidden)]    # (N, d_e), (N, K) each
-                mains = [F.cross_entropy(logits.float(), y) + distillation_loss(logits, logits_M, 1.0)
-                         for _, logits in outputs]
-                contrasts = [contrastive_term(variant.contrast, h, exit_.label_embeddings, y, args.tau, h_M,
-                                              teacher.label_embeddings)  # NEW
-                             for exit_, (h, _) in zip(students, outputs) if variant.contrast]
-                loss = (1 - lam) * sum(mains) + lam * sum(contrasts)
+                main = sum(F.cross_entropy(logits.float(), y) + distillation_loss(logits, logits_M, 1.0)
+                           for _, logits in outputs)
+                contrast = 0.0                                          # of "2st"
+                if variant.contrast:  # NEW
+                    contrast = sum(contrastive_term(variant.contrast, h, exit_.label_embeddings, y, args.tau,
+                                                    h_M, teacher.label_embeddings)
+                                   for exit_, (h, _) in zip(students, outputs))
+                loss = (1 - lam) * main + lam * contrast  # NEW
                 weight = len(rows) / sum(map(len, batch))
                 if variant.gate:  # NEW
                     # The exits share no parameter, so the gradient of the sum holds each one's own gradient: two
                     # backward passes serve all of them.
-                    g_main = loss_gradients(sum(mains), parameters, retain_graph=True)
-                    g_contrast = loss_gradients(sum(contrasts), parameters)
+                    g_main = loss_gradients(main, parameters, retain_graph=True)
+                    g_contrast = loss_gradients(contrast, parameters)
                     for m in range(len(students)):
                         own = slice(m * size, (m + 1) * size)
                         angles[m, i] = angle = gradient_angle(g_main[own], g_contrast[own])
@@ -231,6 +233,7 @@ def lambda_study(data, args):  # NEW
 
 def main():
     parser = shared_flags(__doc__)
+    contrast_flags(parser)
     add = parser.add_argument
     add("--angle", type=number(float, 0, 180), default=90.0,
         help="discard the contrastive term where γ is over this many degrees (default 90)")
@@ -263,11 +266,16 @@ def main():
                 for name in names for exit_lr in args.exit_lr for exit_seed in range(args.exit_seeds)]
 
     stage_ones = list(itertools.product(("acl", "ce"), args.seeds))     # each trained once for all that start from it
-    kept, wanted = {}, ("acl-cl", "2st") if args.tsne or args.save else ()      # models, and whose
-    first = f"{args.seeds[0]}.0"                                        # the first run of each method
+    first = f"{args.seeds[0]}.0"                                        # seeds of the first run of each method
+
+    def is_kept(method, exit_seed):
+        """Whether --tsne or --save wants the model of a run: then it's trained, since records hold no weights."""
+        wanted = ("acl-cl", "2st") if args.tsne else ("acl-cl",) if args.save else ()
+        return exit_seed == first and method.split("@")[0] in wanted
+
+    kept = {}
     for stage_one, seed in own_share(args, stage_ones):
-        todo = [(method, exit_seed, exit_lr) for method, exit_seed, exit_lr in runs_on(stage_one, seed)
-                if exit_seed == first and method.split("@")[0] in wanted or not is_finished(args, method, exit_seed)]
+        todo = [each for each in runs_on(stage_one, seed) if is_kept(*each[:2]) or not is_finished(args, *each[:2])]
         if not todo:
             continue
         model, epochs = train_backbone(stage_one, args.lam, seed, data, args)
@@ -277,8 +285,8 @@ def main():
             more = {"stage_one": epochs, **exit_facts(trained)}
             if exit_seed == first and method.startswith("acl-cl"):
                 more["early_exit"] = early_exit_sweep(trained, data.dev, args)
-            if exit_seed == first and method.split("@")[0] in wanted:
-                kept[method] = trained                                  # trained even if its record was there
+            if is_kept(method, exit_seed):
+                kept[method] = trained
             write_record(args, method, exit_seed, exit_epochs, **more)
         del model, states, trained                                      # perhaps gigabytes
         drop_checkpoints(args, f"{stage_one}-lam{args.lam:g}-seed{seed}")

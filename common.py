@@ -52,6 +52,7 @@ from tqdm import tqdm
 
 # The paper's (§5.3), where the batch size follows the size of the task; and ours for the toy.
 GLUE_DEFAULTS = {"model": "bert-base-uncased", "seeds": [0, 1, 2, 3, 4], "epochs": 15, "lr": 2e-5, "batch_size": None}
+VERSIONS = {module.__name__: module.__version__ for module in (torch, transformers, datasets, np)}
 TOY_DEFAULTS = {"model": "tiny", "seeds": [0], "epochs": 4, "lr": 1.5e-3, "batch_size": 32}
 
 
@@ -67,24 +68,20 @@ class InputError(ValueError):
 def run(main):
     """Calls `main`; an InputError becomes one line on stderr and exit code 2, Ctrl-C exit code 130.
 
-    --debug shows where an InputError was raised. All other errors are bugs, and keep their stack trace.
+    So does running out of device memory. With --debug both keep their stack trace, as all other errors always do.
     """
     try:
         main()
         sys.stdout.flush()
-    except InputError as error:
+    except (InputError, torch.OutOfMemoryError) as error:
         if "--debug" in sys.argv:
             raise
-        tqdm.write(f"error: {error}", file=sys.stderr)          # below the progress bar, not behind it
-        sys.exit(2)
-    except torch.OutOfMemoryError as error:
-        if "--debug" in sys.argv:
-            raise
-        tqdm.write(f"error: {first_line(error)} Try a smaller --max_length, or a --batch_size under 32.",
-                   file=sys.stderr)
+        hint = "" if isinstance(error, InputError) else " Try a smaller --max_length, or a --batch_size under 32."
+        tqdm.write(f"error: {first_line(error)}{hint}", file=sys.stderr)        # below the progress bar, not behind it
         sys.exit(2)
     except KeyboardInterrupt:
-        tqdm.write("interrupted: the same command goes on after the last whole epoch", file=sys.stderr)
+        tqdm.write("interrupted: the same command, without --fresh, goes on after the last whole epoch",
+                   file=sys.stderr)
         sys.exit(130)
     except BrokenPipeError:                     # as in "… | head": whoever reads has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -95,7 +92,7 @@ def number(kind, low=-math.inf, high=math.inf, above=-math.inf):
     """An argparse type: a number of `kind` with low ≤ number ≤ high and number > above."""
     limits = [f"{sign} {limit:g}" for sign, limit in (("≥", low), ("≤", high), (">", above)) if math.isfinite(limit)]
 
-    def parse(text):
+    def convert(text):
         try:
             value = kind(text)
             fits = low <= value <= high and value > above and math.isfinite(value)
@@ -105,7 +102,7 @@ def number(kind, low=-math.inf, high=math.inf, above=-math.inf):
             raise argparse.ArgumentTypeError(f"found {text!r}, expected {kind.__name__} {' and '.join(limits)}")
         return value
 
-    return parse
+    return convert
 
 
 def shared_flags(description):
@@ -126,15 +123,20 @@ def shared_flags(description):
     add("--lr", type=number(float, above=0), help="peak learning rate (toy 1.5e-3, GLUE 2e-5)")
     add("--batch_size", type=number(int, 1),
         help="examples per update (toy 32, GLUE max(8, round(training examples / 200)))")
-    add("--lam", type=number(float, 0, 1), default=0.02, help="λ, weight of the contrastive term (default 0.02)")
-    add("--tau", type=number(float, above=0), default=0.5, help="τ, temperature of the contrastive term (default 0.5)")
     add("--device", help="cuda, mps or cpu (default: the first of these that is there)")
     add("--precision", choices=["auto", "fp32", "bf16"], default="auto",
         help="auto: bf16 autocast where the device computes in it natively, else fp32")
     add("--out", default="runs", help="folder for records, checkpoints and figures (default runs)")
     add("--fresh", action="store_true", help="train anew what is finished or was stopped (default: go on)")
-    add("--debug", action="store_true", help="a stack trace with every error")
+    add("--debug", action="store_true", help="a stack trace with the errors that are one sentence")
     return parser
+
+
+def contrast_flags(parser):
+    """The flags of the scripts with a contrastive term."""
+    add = parser.add_argument
+    add("--lam", type=number(float, 0, 1), default=0.02, help="λ, weight of the contrastive term (default 0.02)")
+    add("--tau", type=number(float, above=0), default=0.5, help="τ, temperature of the contrastive term (default 0.5)")
 
 
 def stage_two_flags(parser):
@@ -168,9 +170,9 @@ def parse(parser):
     if "exit_lr" in args:
         args.exit_lr, args.exit_epochs = args.exit_lr or [args.lr], args.exit_epochs or args.epochs
     for name in ("seeds", "exit_lr", "lams", "columns"):
-        values = getattr(args, name, None) or []
-        if len(set(values)) < len(values):
-            parser.error(f"argument --{name}: found {' '.join(map(str, values))}, expected distinct values")
+        values = [f"{value:g}" if isinstance(value, float) else str(value) for value in getattr(args, name, None) or []]
+        if len(set(values)) < len(values):      # as they are in the names of records
+            parser.error(f"argument --{name}: found {' '.join(values)}, expected distinct values")
     if "predict" in args:
         if args.predict and not args.load:
             parser.error("argument --predict: expected --load with it, the folder of a saved model")
@@ -249,7 +251,7 @@ class Task(NamedTuple):
     hub_columns: tuple          # text columns on the hub, where the label column is "label"
     label_names: tuple          # in the order of the ids, the same from files and from the hub
     metric: str                 # what "score" is, see `glue_scores`
-    header: tuple = ()          # column names, for the one file that has no header line
+    header: tuple = ()          # column names, where the files have no header line
 
 
 SENTENCES = ("sentence1", "sentence2")
@@ -281,6 +283,11 @@ class TaskData(NamedTuple):
     def num_labels(self):
         """K, the number of classes."""
         return len(self.label_names)
+
+    @property
+    def splits(self):
+        """The splits that the task has, by their names. → dict"""
+        return {name: split for name in ("train", "dev", "dev_mismatched") if (split := getattr(self, name))}
 
 
 def load_task(name, data_dir=None, limit=None, columns=None):
@@ -337,10 +344,12 @@ def load_folder(folder, columns=None):
     """Loads a task of the user's own: files train and dev (or validation), each .csv, .tsv or .jsonl. → TaskData
 
     The labels are whatever stands in train's label column, in order: of size if all are integers, else of the
-    alphabet. Raises InputError where dev has a label that train lacks.
+    alphabet. Raises InputError where dev has a label that train lacks, or the labels look like measurements: over 20
+    decimal numbers, or over 100 labels on less than two lines each.
     """
     *texts, label = columns or [None, "label"]
-    choices, tables = [tuple(texts)] if columns else list(reversed(TEXT_COLUMNS)), {}
+    choices = [tuple(texts)] if columns else TEXT_COLUMNS[::-1]
+    tables = {}
     for split, names in (("train", ["train"]), ("dev", ["dev", "validation"])):
         paths = [folder / (name + suffix) for name in names for suffix in READERS]
         found = [path for path in paths if path.exists()]
@@ -365,8 +374,8 @@ def load_folder(folder, columns=None):
             where = f"{path} line {number}"
             found = as_label(values[-1], where)
             if found not in index:
-                raise InputError(f"{where}: found label {shortened([repr(found)])}, which {train_path.name} lacks, expected one of "
-                                 f"{shortened(names)}")
+                raise InputError(f"{where}: found label {shortened([repr(found)])}, which {train_path.name} lacks, "
+                                 f"expected one of {shortened(names)}")
             splits[-1].append(own_example(texts, values[:-1], index[found], where))
     return TaskData(*splits, names, tuple(texts))
 
@@ -388,7 +397,7 @@ def own_example(columns, texts, label, where):
 
 
 def shortened(names, most=10):
-    """The first ten names, the first sixty characters of each, in one line with commas between them. → str"""
+    """The first names, the first sixty characters of each, in one line with commas between them. → str"""
     shown = [name if name.isprintable() else repr(name) for name in map(str, names[:most])]
     shown = [name if len(name) <= 60 else name[:60] + "…" for name in shown]
     return ", ".join(shown) + (f", … ({len(names)} in all)" if len(names) > most else "")
@@ -469,7 +478,8 @@ def jsonl_lines(text):
         except (ValueError, RecursionError):
             fields = None
         if not isinstance(fields, dict):
-            raise ValueError(f"line {number}: found {shortened([repr(line)])}, expected a JSON object with each key once")
+            raise ValueError(f"line {number}: found {shortened([repr(line)])}, "
+                             "expected a JSON object with each key once")
         if names is None:
             names = list(fields)
             yield 0, names
@@ -682,14 +692,14 @@ def load_backbone(name, num_layers=None):
             attention_probs_dropout_prob=0.0)       # too small to overfit; dropout would cost a third of its time
         backbone = transformers.BertModel(config, add_pooling_layer=False)
     else:
-        tokenizer, backbone = load_checkpoint(name)
+        tokenizer, backbone = load_pretrained(name)
     if num_layers is not None:
         backbone.encoder.layer = backbone.encoder.layer[:num_layers]
         backbone.config.num_hidden_layers = len(backbone.encoder.layer)
     return tokenizer, backbone
 
 
-def load_checkpoint(name):
+def load_pretrained(name):
     """Loads a BERT or RoBERTa from a directory or the hub, as `load_backbone` describes. → (tokenizer, backbone)"""
     if not Path(name).is_dir() and (name.count("/") > 1 or name.startswith((".", "/", "~"))):
         raise InputError(f"--model {name}: no such directory")
@@ -950,8 +960,7 @@ class HiddenStates:
 
 def hidden_states(backbone, data, args, place=None):
     """HiddenStates of each split that the task has, by its name. → dict"""
-    return {name: HiddenStates(backbone, split, args, place)
-            for name, split in data._asdict().items() if isinstance(split, Split)}
+    return {name: HiddenStates(backbone, split, args, place) for name, split in data.splits.items()}
 
 
 def state_dtype(args):
@@ -971,7 +980,7 @@ def freeze(backbone, data, args):
     --cache_gb is the bound, by default a third of what is free. Says what is needed before it starts.
     """
     backbone.requires_grad_(False).eval()       # eval: a teacher that drops out would contradict itself
-    tokens = sum(int(split.lengths.sum()) for split in data if isinstance(split, Split))
+    tokens = sum(int(split.lengths.sum()) for split in data.splits.values())
     M, d = backbone.config.num_hidden_layers, backbone.config.hidden_size
     need = tokens * M * d * state_dtype(args).itemsize
     for place in (args.device, torch.device("cpu")):
@@ -1102,14 +1111,14 @@ def early_exit(model, inputs, policy="entropy", threshold=0.2):
     mask = inputs["attention_mask"].bool()                                              # (N, L)
     hidden = model["backbone"].embeddings(
         input_ids=inputs["input_ids"], token_type_ids=inputs.get("token_type_ids"))     # (N, L, d)
-    N, M = len(mask), len(model["exits"])
-    rows = torch.arange(N, device=mask.device)          # where the samples still inside stand in the input
-    previous, streak = rows - N - 1, rows * 0           # no prediction yet
+    M = len(model["exits"])
+    rows = torch.arange(len(mask), device=mask.device)  # where the samples still inside stand in the input
+    previous, streak, layers = torch.full_like(rows, -1), torch.zeros_like(rows), torch.zeros_like(rows)
     for m, (layer, exit_) in enumerate(zip(model["backbone"].encoder.layer, model["exits"]), start=1):
         hidden = layer(hidden, mask[:, None, None])
         logits = exit_(hidden, mask)[1].float()         # (samples still inside, K)
         if m == 1:
-            left, layers = torch.empty_like(logits), torch.full_like(rows, M)
+            left = torch.empty_like(logits)
         prediction = logits.argmax(dim=1)
         streak = torch.where(prediction == previous, streak + 1, 1)
         if policy == "entropy":
@@ -1228,7 +1237,7 @@ def load_model(folder):
         settings = json.loads((Path(folder) / "settings.json").read_text(encoding="utf-8"))
         weights = load_file(Path(folder) / "exits.safetensors")
         make_exit, num_labels = EXITS[settings["exit"]], len(settings["label_names"])
-        settings = {"columns": ["sentence"], "max_length": 128, "task": "toy"} | settings
+        settings["task"], settings["columns"], settings["max_length"]           # a KeyError where one is missing
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise InputError(f"{folder}: not a model that --save wrote ({first_line(error)})") from None
     tokenizer, backbone = load_backbone(folder)
@@ -1247,7 +1256,9 @@ def score_saved(args):
     args.model, args.max_length = args.load, settings["max_length"]
     data = prepare(args)
     if (settings["task"], settings["label_names"]) != (task_name(args), list(data.label_names)):
-        raise InputError(f"--load {args.load}: trained on --task {settings['task']}, found --task {args.task}")
+        raise InputError(f"--load {args.load}: trained on --task {settings['task']} with the labels "
+                         f"{shortened(settings['label_names'])}, found --task {task_name(args)} with "
+                         f"{shortened(data.label_names)}")
     scores = evaluate_exits(model.to(args.device)["exits"], hidden_states(model["backbone"], data, args), args)
     for name, each in (("saved", settings["scores"]), ("loaded", [exit_["score"] for exit_ in scores])):
         print(f"{name:>9}: dev " + " ".join(f"{score:.1f}" for score in each))
@@ -1265,8 +1276,8 @@ def predict_file(args):
                          f"{len(model['exits']) - 1} with --policy patience and this model")
     columns = tuple(args.columns or settings["columns"])
     if len(columns) != len(settings["columns"]):
-        raise InputError(f"--columns: found {', '.join(columns)}, expected {len(settings['columns'])}, as the model was "
-                         f"trained on {', '.join(settings['columns'])}")
+        raise InputError(f"--columns: found {', '.join(columns)}, expected {len(settings['columns'])}, as the "
+                         f"model was trained on {', '.join(settings['columns'])}")
     if Path(args.predict).suffix not in READERS:
         raise InputError(f"--predict {args.predict}: found {Path(args.predict).suffix or 'no ending'}, expected "
                          f"{', '.join(READERS)}")
@@ -1294,7 +1305,10 @@ def predict_file(args):
 # ------------------------------------------------------------------ 11 Runs
 
 def prepare(args):
-    """Loads and tokenises the task, sets the default batch size, prints the first line. → TaskData of Splits"""
+    """Loads and tokenises the task, makes the run's folder, prints the first line. → TaskData of Splits
+
+    Fills in args.batch_size, where it wasn't given, and args.fingerprint. Raises InputError where flags don't fit.
+    """
     task = load_task(args.task, args.data_dir, args.limit, args.columns)
     tokenizer, backbone = load_backbone(args.model)
     config = backbone.config                                        # RoBERTa's first positions are for padding
@@ -1307,10 +1321,9 @@ def prepare(args):
                              f"the layers of {args.model}")
     if "exit_lr" in args and config.num_hidden_layers < 2:
         raise InputError(f"--model {args.model}: found one layer, expected two or more for exits to lie on")
-    data = task._replace(**{name: encode(tokenizer, getattr(task, name), args.max_length)
-                            for name in ("train", "dev", "dev_mismatched") if getattr(task, name)})
+    data = task._replace(**{name: encode(tokenizer, split, args.max_length) for name, split in task.splits.items()})
     args.batch_size = args.batch_size or max(8, round(len(task.train) / 200))       # about 200 updates an epoch
-    args.fingerprint = fingerprint(task, backbone, args)
+    args.fingerprint = fingerprint(task, data, backbone, args)
     folder = run_folder(args)
     try:
         folder.mkdir(parents=True, exist_ok=True)                   # before hours of training
@@ -1319,32 +1332,36 @@ def prepare(args):
     if args.rank > 0:
         return data
 
+    kind = getattr(args, "exit", ["mha"])[0]
     in_backbone, in_exit = (sum(p.numel() for p in module.parameters())
-                            for module in (backbone, MHAExit(backbone.config.hidden_size, task.num_labels)))
+                            for module in (backbone, EXITS[kind](config.hidden_size, task.num_labels)))
     share = 100 * in_exit / in_backbone
     print(f"task {task_name(args)}: {len(task.train):,} train, {len(task.dev):,} dev, {task.num_labels} classes",
-          f"model {model_name(args)}: {in_backbone:,} parameters + exit {in_exit:,} ({share:.2f} %)",
-          f"batch {args.batch_size}, {args.epochs} epochs, lr {args.lr:g}, λ {args.lam:g}, τ {args.tau:g}",
+          f"model {model_name(args)}: {in_backbone:,} parameters + {kind} exit {in_exit:,} ({share:.2f} %)",
+          f"batch {args.batch_size}, {args.epochs} epochs, lr {args.lr:g}"
+          + (f", λ {args.lam:g}, τ {args.tau:g}" if "lam" in args else ""),
           f"{args.device.type} {args.precision}",
-          ", ".join(f"{module.__name__} {module.__version__}" for module in (torch, transformers, datasets, np)),
+          ", ".join(f"{name} {version}" for name, version in VERSIONS.items()),
           sep=" · ", flush=True)
     if args.task not in ("toy", *TASKS):
         counts = Counter(example.label for example in task.train)
         print("labels in train:", shortened([f"{k} {name} ({counts[k]:,})" for k, name in enumerate(task.label_names)]))
     if args.task == "mnli" and not task.dev_mismatched:
         print("note: no dev_mismatched.tsv there, so only the matched half of MNLI's dev set is scored")
-    for name in ("train", "dev", "dev_mismatched"):
-        if getattr(data, name):
-            note_losses(name, getattr(data, name), args.max_length)
+    for name, split in data.splits.items():
+        note_losses(name, split, args.max_length)
     return data
 
 
-def fingerprint(task, backbone, args):
-    """A hash of what a run depends on beside its flags: examples, pretrained weights, the script and this file. → str
+def fingerprint(task, data, backbone, args):
+    """A hash of what a run depends on beside its flags: examples, tokens, pretrained weights, code. → str
 
-    So a record or a checkpoint is never taken for a run of other data, another model or changed code.
+    So a record or a checkpoint is never taken for a run of other data, another model or a changed script. The versions
+    of the libraries aren't in it, but in each record.
     """
     digest = hashlib.sha256(repr(task).encode())
+    for split in data.splits.values():
+        digest.update(torch.cat(split.inputs["input_ids"]).numpy())
     for path in (Path(__file__), Path(sys.argv[0])):
         if path.is_file():
             digest.update(path.read_bytes())
@@ -1374,8 +1391,8 @@ def mean_loss(losses, batches, epoch):
     if not losses.isfinite().all():
         i = int((~losses.isfinite()).nonzero()[0])
         update, rows = [(update, rows) for update, batch in enumerate(batches) for rows in batch][i]
-        raise InputError(f"epoch {epoch + 1}, step {epoch * len(batches) + update + 1}: found loss {losses[i]:g} on the "
-                         f"training examples {shortened(rows + 1, 32)}; try a lower --lr, --precision fp32 or another "
+        raise InputError(f"epoch {epoch + 1}, update {epoch * len(batches) + update + 1}: found loss {losses[i]:g} on "
+                         f"the training examples {shortened(rows + 1, 32)}; try a lower --lr, --precision fp32 or another "
                          "--tau, and look at these examples (the first is 1)")
     return losses.mean().item()
 
@@ -1397,7 +1414,7 @@ def epoch_line(method, seed, epochs, records):
 
 def model_name(args):
     """The last two parts of --model: a folder that is just called "model" says little."""
-    return "/".join(Path(args.model).parts[-2:])
+    return "/".join(part for part in Path(args.model).parts[-2:] if part != os.sep)
 
 
 def task_name(args):
@@ -1407,8 +1424,8 @@ def task_name(args):
 
 # Flags that choose which runs are made, and where, but not what comes out.
 SELECTIONS = ("task", "data_dir", "out", "seeds", "methods", "strategy", "exit", "num_layers", "exit_seeds", "ablation",
-              "lams", "tsne", "save", "load", "predict", "out_file", "policy", "threshold", "cache_gb", "fresh", "debug",
-              "rank", "world_size", "device")
+              "lams", "tsne", "save", "load", "predict", "out_file", "policy", "threshold", "cache_gb", "fresh",
+              "debug", "rank", "world_size", "device")
 
 
 def run_folder(args):
@@ -1416,8 +1433,8 @@ def run_folder(args):
     settings = {name: str(value) for name, value in vars(args).items() if name not in SELECTIONS}
     settings["device"] = args.device.type                           # cuda:0 and cuda:1 share the runs of one command
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
-    parts = [task_name(args), *Path(args.model).parts[-2:], digest]
-    return Path(args.out) / Path(sys.argv[0]).stem / "-".join(part.strip("/") for part in parts)
+    name = "-".join([task_name(args), *model_name(args).split("/"), digest])
+    return Path(args.out) / Path(sys.argv[0]).stem / name
 
 
 @contextlib.contextmanager
@@ -1500,7 +1517,10 @@ def record_path(args, method, seed):
 
 
 def is_finished(args, method, seed):
-    """Whether a run's record is there; says so. It is read instead of trained anew. With --fresh it is removed."""
+    """Whether a run's record is there, to be read instead of trained anew; says so, and drops leftover checkpoints.
+
+    With --fresh the record is removed instead.
+    """
     path = record_path(args, method, seed)
     if args.fresh:
         path.unlink(missing_ok=True)
@@ -1518,20 +1538,19 @@ def own_share(args, units):
 def write_record(args, method, seed, epochs, **more):
     """Writes one finished run as <folder>/<method>-seed<seed>.json, then drops its checkpoints.
 
-    epochs: one dict per epoch, with "loss", "scores", "angles" (scope → degrees per batch, null: no angle or not
-    measured), "skipped" (updates with a gradient that wasn't finite) and "seconds" (training alone). With several
-    exits also "exits": one dict of scores per exit. more: whatever else the record is to hold.
+    epochs: one dict per epoch, with "loss", "scores", "angles" (not in 04; scope → degrees per batch, null: no angle
+    or not measured), "skipped" (updates with a gradient that wasn't finite) and "seconds" (training alone). With
+    several exits also "exits": one dict of scores per exit. more: whatever else the record is to hold.
     """
     settings = {name: str(value) if isinstance(value, torch.device) else value for name, value in vars(args).items()}
-    versions = {module.__name__: module.__version__ for module in (torch, transformers, datasets, np)}
-    record = {"method": method, "seed": seed, "settings": settings, "versions": versions, "epochs": epochs, **more}
+    record = {"method": method, "seed": seed, "settings": settings, "versions": VERSIONS, "epochs": epochs, **more}
     with whole_file(record_path(args, method, seed)) as file:
         file.write(json.dumps(record, allow_nan=False).encode())
     drop_checkpoints(args, f"{method}-seed{seed}")
 
 
 def read_records(args, runs):
-    """The records of all runs, pairs (method, seed), in their order. → list of dicts
+    """Waits for torchrun's other processes, then reads the records of all runs, pairs (method, seed). → list of dicts
 
     Of several processes only the first gets them. The others end here; the first one too, where records are missing,
     and says which.
@@ -1712,7 +1731,8 @@ def layer_table(records):
         if any(collapsed.values()):
             columns[method].append(f"{collapsed[method]} of {len(runs) * len(runs[0]['layers'])}")
     names = [*(f"exit {m + 1}" for m in range(M)), *(f"last exit: {name}" for name in others), "average",
-             "minutes, stage one", "minutes, stage two", "parameters added %", "runs", *["exits collapsed"] * any(collapsed.values())]
+             "minutes, stage one", "minutes, stage two", "parameters added %", "runs",
+             *["exits collapsed"] * any(collapsed.values())]
     return markdown_table(["score", *columns], zip(names, *columns.values()))
 
 
@@ -1758,7 +1778,7 @@ def exit_discard_table(records, threshold):
                    for run in runs] for exit_ in runs[0]["epochs"][0]["angles"]]
         if any(share is not None for share in itertools.chain(*shares)):
             rows.append([method, *map(mean_std, shares)])
-    return markdown_table(["batches discarded %", *(f"exit {m + 1}" for m in range(len(shares)))], rows)
+    return markdown_table(["batches discarded %", *records[0]["epochs"][0]["angles"]], rows)
 
 
 def early_exit_table(sweep, num_layers):
@@ -1811,21 +1831,20 @@ def tsne_figure(path, models, layer, split, args, most=2000):
         return
     n = min(most, len(split.labels))
     K = len(next(iter(models.values()))["exits"][0].label_embeddings)
-    perplexity = min(30, (n + K - 1) // 3)              # of its order are the neighbours that t-SNE looks at
+    perplexity = min(30, (n + K - 1) // 3)              # about as many neighbours t-SNE looks at
     if perplexity < 2:
         print(f"no t-SNE: found {n} examples and {K} label embeddings, expected at least 7 points together")
         return
     figure, axes = plt.subplots(1, len(models), figsize=(4.5 * len(models), 4), squeeze=False)
     for axis, (name, model) in zip(axes[0], models.items()):
         model.eval()
-        exit_, h = model["exits"][layer - 1], None
+        exit_, h = model["exits"][layer - 1], []
         states = HiddenStates(model["backbone"], split, args)
         with torch.inference_mode():
             for rows in np.array_split(np.arange(n), math.ceil(n / 64)):
                 hidden, mask, _ = states.batch(rows)
-                part = exit_(hidden[layer - 1].float(), mask)[0]                        # (N, d_e)
-                h = part if h is None else torch.cat([h, part])
-        points = torch.cat([h, exit_.label_embeddings.detach()]).cpu().numpy()
+                h.append(exit_(hidden[layer - 1].float(), mask)[0])                     # (N, d_e)
+        points = torch.cat([*h, exit_.label_embeddings.detach()]).cpu().numpy()
         at = TSNE(metric="cosine", init="random", perplexity=perplexity, random_state=0).fit_transform(points)
         y = split.labels[:n].numpy()
         for k in range(K):

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from common import TOY_WORDS, parse, shared_flags  # noqa: E402
+from common import TOY_WORDS, contrast_flags, parse, shared_flags  # noqa: E402
 
 
 def load_script(name):
@@ -29,7 +29,9 @@ def settings(monkeypatch, tmp_path):
     """settings("--limit", "17", angle=90.0) → args as a script would have them, on the CPU."""
     def make(*flags, **own):
         monkeypatch.setattr(sys, "argv", ["script.py", "--device", "cpu", "--out", str(tmp_path), "--fresh", *flags])
-        args = parse(shared_flags("test"))
+        parser = shared_flags("test")
+        contrast_flags(parser)
+        args = parse(parser)
         vars(args).update(own)
         return args
     return make

@@ -17,12 +17,13 @@ import common
 from common import (EXITS, POLICIES, HiddenStates, InputError, MHAExit, early_exit, early_exit_sweep, early_exit_table,
                     entropy, epoch_batches, evaluate_exits, exit_facts, freeze, full_model, glue_scores, hidden_states,
                     layer_table, load_backbone, load_model, make_batch, predict, prepare, save_model,
-                    supervised_contrastive_loss, tsne_figure)
+                    supervised_contrastive_loss, toy_examples, tsne_figure)
 from conftest import ROOT, load_script
 from test_training import capture
 
 EXIT, CL = load_script("04_multi_exit_2st"), load_script("05_acl_cl")
 OWN = {"exit_epochs": 1, "cache_gb": None, "alternate": "epoch", "angle": 90.0}
+SAVED = {"task": "toy", "columns": ["sentence"], "max_length": 128}         # what --save notes beside exit and labels
 
 
 @pytest.fixture
@@ -162,7 +163,8 @@ def slow_stage_two(m, model, data, args, seed, lr, cross_layer=False):
 
 
 @pytest.mark.parametrize("script, name, batch_size, limit", [
-    (EXIT, "2st-mha", 32, 96), (CL, "2st", 32, 96), (CL, "a", 32, 96), (EXIT, "2st-mha", 50, 140), (CL, "2st", 50, 140)])
+    (EXIT, "2st-mha", 32, 96), (CL, "2st", 32, 96), (CL, "a", 32, 96), (EXIT, "2st-mha", 50, 140),
+    (CL, "2st", 50, 140)])
 def test_exits_together_are_exits_one_at_a_time(monkeypatch, tiny, script, name, batch_size, limit):
     """Three updates of all exits in one loop against each exit alone, written out from the definition.
 
@@ -553,7 +555,7 @@ def test_saved_and_loaded(settings, tmp_path, roberta_dir, family, kind):
     tokenizer, backbone = load_backbone(args.model)
     model = multi_exit(backbone, kind)
     folder = tmp_path / "saved"
-    save_model(folder, tokenizer, model, {"exit": kind, "label_names": ["no", "yes"]})
+    save_model(folder, tokenizer, model, {"exit": kind, "label_names": ["no", "yes"], **SAVED})
     assert {"config.json", "model.safetensors", "exits.safetensors", "settings.json", "tokenizer.json"} <= {
         path.name for path in folder.iterdir()}
     again, loaded, settings_ = load_model(folder)
@@ -571,9 +573,9 @@ def test_not_a_saved_model(tmp_path, tiny):
     folder = tmp_path / "saved"
     common.reserve(folder)
     save_model(folder, load_backbone("tiny")[0], multi_exit(model["backbone"]),
-               {"exit": "mha", "label_names": ["a", "b"]})
+               {"exit": "mha", "label_names": ["a", "b"], **SAVED})
     common.reserve(folder)                              # an earlier model may be overwritten
-    (folder / "settings.json").write_text('{"exit": "linear", "label_names": ["a", "b"]}')
+    (folder / "settings.json").write_text(json.dumps({"exit": "linear", "label_names": ["a", "b"], **SAVED}))
     with pytest.raises(InputError, match="doesn't fit settings.json"):
         load_model(folder)
     (folder / "exits.safetensors").write_bytes(b"cut off")
@@ -593,7 +595,7 @@ def test_readme_example(settings, tmp_path, monkeypatch, capsys):
     tokenizer, backbone = load_backbone("tiny")
     monkeypatch.chdir(tmp_path)
     save_model("my_model", tokenizer, multi_exit(backbone),
-               {"exit": "mha", "label_names": ["negative", "positive"]})
+               {"exit": "mha", "label_names": ["negative", "positive"], **SAVED})
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     code = [block for block in re.findall(r"```python\n(.*?)```", readme, re.S) if "load_model" in block]
     assert len(code) == 1
@@ -649,9 +651,11 @@ def test_mnli_has_both_halves_per_exit(tiny):
 
 
 def call(monkeypatch, capsys, script, *flags):
-    """Runs a script's main in this process. → what it printed"""
+    """Runs a script's main in this process, on a small dev set and with few thresholds. → what it printed"""
     monkeypatch.setattr(sys, "argv", [f"{script.__name__[7:]}.py", "--device", "cpu", *flags])
     monkeypatch.setattr(common, "POLICIES", {"entropy": (0.4,), "patience": (1,), "confidence": (0.8,)})
+    monkeypatch.setattr(common, "toy_examples", functools.partial(toy_examples, num_dev=100))
+    monkeypatch.setattr(script, "early_exit_sweep", functools.partial(early_exit_sweep, timed=2), raising=False)
     capsys.readouterr()
     script.main()
     return capsys.readouterr().out

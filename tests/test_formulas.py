@@ -258,7 +258,8 @@ def test_angle_orthogonal_is_exactly_90(first, second, dtype):
 
 def test_angle_of_nothing_is_nan():
     g, zeros, nones = random_gradients(1), [torch.zeros(s) for s in SHAPES], [None] * len(SHAPES)
-    for first, second in [(g, nones), (nones, g), (g, zeros), (zeros, g), (zeros, nones), (nones, nones), (zeros, zeros)]:
+    for first, second in [(g, nones), (nones, g), (g, zeros), (zeros, g), (zeros, nones), (nones, nones),
+                          (zeros, zeros)]:
         angle = gradient_angle(first, second)
         assert angle.shape == () and angle.isnan()
 
@@ -319,7 +320,7 @@ def test_mha_exit(mask_dtype):
 
 @pytest.mark.parametrize("kind, d_e", [(MHAExit, 64), (LinearExit, 10)])
 def test_exit_representation_and_label_embeddings(kind, d_e):
-    """logits = h.l + bias in eval mode; h comes before dropout; l is the classifier's weight, gradients arrive there."""
+    """logits = h.l + bias in eval mode; h comes before dropout; l is the classifier's weight, where gradients arrive."""
     exit_, hidden, mask = build_exit(kind), normal(4, 7, 10, seed=1, dtype=torch.float32), torch.ones(4, 7)
     h, logits = exit_(hidden, mask)
     torch.testing.assert_close(logits, h @ exit_.label_embeddings.T + exit_.classifier.bias, rtol=1e-5, atol=1e-5)

@@ -120,8 +120,8 @@ def test_readme_own_data(tmp_path):
     [code] = [block for block in re.findall(r"```bash\n(.*?)```", readme, re.S) if "mkdir -p my_data" in block]
     for file in ROOT.glob("*.py"):
         (tmp_path / file.name).symlink_to(file)
-    result = subprocess.run(["bash", "-e", "-c", code], cwd=tmp_path, capture_output=True, encoding="utf-8", timeout=170,
-                            env={**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"})
+    result = subprocess.run(["bash", "-e", "-c", code], cwd=tmp_path, capture_output=True, encoding="utf-8",
+                            timeout=170, env={**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"})
     assert result.returncode == 0, result.stderr
     assert "labels in train: 0 bad (1), 1 good (2)" in result.stdout and "macro_f1" in result.stdout
     [shown] = re.findall(r"```text\n(good\t.*?)```", readme, re.S)

@@ -52,7 +52,8 @@ def train_whole(script, method, seed, data, args, stage_two=True):
     if script is CL:
         model, records = CL.train_backbone(CL.LADDER[method].stage_one, args.lam, seed, data, args)
         if stage_two:
-            records += CL.train_exits(model, method, f"0.{seed}", args.lr, freeze(model["backbone"], data, args), args)[1]
+            states = freeze(model["backbone"], data, args)
+            records += CL.train_exits(model, method, f"0.{seed}", args.lr, states, args)[1]
         return records
     return script.train(method, seed, data, args)
 
@@ -235,7 +236,7 @@ def test_a_non_finite_gradient_is_counted_and_never_kept(monkeypatch, settings):
 @pytest.mark.parametrize("bad", [torch.inf, torch.nan])
 @pytest.mark.parametrize("script, method", [(PILOT, "ce+scl"), (EMBED, "acl_embed"), (GRAD, "acl"), (CL, "acl-cl")])
 def test_a_non_finite_loss_stops_the_run(monkeypatch, settings, script, method, bad):
-    """The message names the epoch, the step and the batch's examples, counted from 1; no checkpoint of that epoch."""
+    """The message names the epoch, the update and the batch's examples, counted from 1; no checkpoint of that epoch."""
     args = settings("--limit", "120", "--epochs", "2", "--batch_size", "40", **OWN)
     real, calls = script.supervised_contrastive_loss, []
 
@@ -248,7 +249,7 @@ def test_a_non_finite_loss_stops_the_run(monkeypatch, settings, script, method, 
     with pytest.raises(InputError) as error:
         train_whole(script, method, 0, data, args, stage_two=False)
     message = str(error.value)
-    assert f"epoch 2, step 5: found loss {bad}" in message and "--lr" in message
+    assert f"epoch 2, update 5: found loss {bad}" in message and "--lr" in message
     assert "examples " + ", ".join(map(str, rows + 1)) in message
     args.fresh = False
     checkpoint = torch.load(next(run_folder(args).glob("*.checkpoint.pt")), weights_only=True)
