@@ -26,9 +26,10 @@ def load_script(name):
 
 @pytest.fixture
 def settings(monkeypatch, tmp_path):
-    """settings("--limit", "17", angle=90.0) → args as a script would have them, on the CPU."""
+    """settings("--limit", "17", angle=90.0) → args as a script would have them, on the CPU in float32."""
     def make(*flags, **own):
-        monkeypatch.setattr(sys, "argv", ["script.py", "--device", "cpu", "--out", str(tmp_path), "--fresh", *flags])
+        monkeypatch.setattr(sys, "argv", ["script.py", "--device", "cpu", "--precision", "fp32", "--out", str(tmp_path),
+                                          "--fresh", *flags])
         parser = shared_flags("test")
         contrast_flags(parser)
         args = parse(parser)

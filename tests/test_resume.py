@@ -1,5 +1,6 @@
 """Stopping and going on: nothing lost, nothing half-written, nothing mixed."""
 
+import contextlib
 import json
 import os
 import pickle
@@ -86,15 +87,18 @@ def test_a_damaged_checkpoint_is_left_out(capsys, settings):
     assert said.count("can't be read") == 2 and "goes on" not in said and not (newest.parent / "exploded").exists()
 
 
-@pytest.fixture
-def full_disk():
-    """full_disk(n): from here on no file may grow over n bytes, as if the disk were full."""
+@contextlib.contextmanager
+def full_disk(size):
+    """Inside, no file may grow over `size` bytes, as if the disk were full. pytest's own output may be such a file."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    yield lambda n: resource.setrlimit(resource.RLIMIT_FSIZE, (n, before[1]))
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_disk_full_while_a_checkpoint_is_saved(settings, full_disk):
+def test_disk_full_while_a_checkpoint_is_saved(settings):
     """One sentence, no temporary file; the checkpoint before is whole and the run goes on from it."""
     args = settings(**OWN)
     prepare(args)
@@ -102,8 +106,7 @@ def test_disk_full_while_a_checkpoint_is_saved(settings, full_disk):
     before = [weight.clone() for weight in model.parameters()]
     save_checkpoint(args, "x", [model], [1])
     model.weight.data.zero_()
-    full_disk(100_000)
-    with pytest.raises(InputError, match="x.checkpoint.pt: can't be written .*; what was there before is whole"):
+    with full_disk(100_000), pytest.raises(InputError, match="x.checkpoint.pt: can't be written .*; what was there before is whole"):
         save_checkpoint(args, "x", [model], [1, 2])
     assert not list(run_folder(args).glob("*.tmp"))
     args.fresh = False
@@ -111,7 +114,7 @@ def test_disk_full_while_a_checkpoint_is_saved(settings, full_disk):
     assert all(torch.equal(one, other) for one, other in zip(before, model.parameters()))
 
 
-def test_disk_full_while_other_files_are_saved(settings, full_disk, tmp_path):
+def test_disk_full_while_other_files_are_saved(settings, tmp_path):
     """A record and a saved model that were there before stay as they were; nothing temporary is left."""
     args = settings(**OWN)
     prepare(args)
@@ -119,10 +122,9 @@ def test_disk_full_while_other_files_are_saved(settings, full_disk, tmp_path):
     write_record(args, "m", 0, [])
     save_model(tmp_path / "model", tokenizer, multi_exit(backbone), {"exit": "mha"})
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    full_disk(1000)
-    with pytest.raises(InputError, match="m-seed0.json"):
+    with full_disk(1000), pytest.raises(InputError, match="m-seed0.json"):
         write_record(args, "m", 0, [{"scores": [0] * 1000}])
-    with pytest.raises(InputError, match="model"):
+    with full_disk(1000), pytest.raises(InputError, match="model"):
         save_model(tmp_path / "model", tokenizer, multi_exit(backbone), {"exit": "mha"})
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
     assert not list(tmp_path.rglob("*.tmp"))
